@@ -95,7 +95,7 @@ def test_invalid_settings_in_sglang_are_named(environment: dict[str, str], messa
         in_sglang(environment)
 
 
-def test_the_store_has_the_names_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_settings_have_the_names_of_node_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_STORAGE__MAX_BYTES", "1GB")
     monkeypatch.setenv("KVFERRY_LOG__LEVEL", "debug")
     config = store_settings({"storage": {"directory": "/srv/kv"}, "offload.host_memory": "64MiB", "page_blocks": 4})
@@ -103,7 +103,7 @@ def test_the_store_has_the_names_of_a_node(monkeypatch: pytest.MonkeyPatch) -> N
     assert (config.offload.host_memory, config.page_blocks, config.log.level) == (64 << 20, 4, "debug")
 
 
-def test_two_connectors_of_one_instance_read_the_environment_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_connector_of_an_instance_reads_its_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_STORAGE__DIRECTORY", "/srv/kv")
     monkeypatch.setenv("KVFERRY_OFFLOAD__HOST_RATIO", "2")
     monkeypatch.setenv("KVFERRY_SERVER__PORT", "7001")
@@ -125,6 +125,6 @@ def test_two_connectors_of_one_instance_read_the_environment_each_for_itself(mon
         ({"storage.directory": "/srv/kv", "page_blocks": 0}, "page_blocks is 0 .*; it must be at least 1"),
     ],
 )
-def test_what_is_wrong_with_a_store_is_named(extra: dict[str, object], said: str) -> None:
+def test_an_invalid_store_setting_is_named(extra: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         store_settings(extra)

@@ -1,4 +1,4 @@
-"""Copies between blocks in host memory and chunks, by mappings of the form of vLLM's; tests/vllm has vLLM's own."""
+"""Copies between blocks in host memory and chunks, with mappings like those of vLLM. tests/vllm uses vLLM's own mappings."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def chunks(*ids: int) -> Ids:
 
 
 def rank_of(rank: int, tp: int, memory: Tensor, per_chunk: int = 1, *, head_bytes: int = HEAD_BYTES) -> tuple[HostCopies, Tensor]:
-    """A rank with one layer, of which it has a part of the heads; the memory is shared by all ranks."""
+    """A rank that has a part of the heads of one layer. All ranks share `memory`."""
     heads = HEADS // tp
     cache = torch.randint(0, 127, (NUM_BLOCKS, heads * head_bytes), dtype=torch.int8)
     run = Run(0, rank * heads * head_bytes, head_bytes, heads, head_bytes, head_bytes)
@@ -67,7 +67,7 @@ def rank_of(rank: int, tp: int, memory: Tensor, per_chunk: int = 1, *, head_byte
 
 
 @pytest.mark.parametrize("head_bytes", [24, 12, 6, 5])
-def test_blocks_of_two_ranks_are_those_of_one(head_bytes: int) -> None:
+def test_one_rank_loads_blocks_that_two_ranks_saved(head_bytes: int) -> None:
     memory = torch.zeros(NUM_CHUNKS, HEADS * head_bytes + 40, dtype=torch.int8)[:, : HEADS * head_bytes]
     one, whole = rank_of(0, 1, memory, head_bytes=head_bytes)
     pair = [rank_of(rank, 2, memory, head_bytes=head_bytes) for rank in range(2)]

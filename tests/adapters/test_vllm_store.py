@@ -1,4 +1,4 @@
-"""Pages of a vLLM instance in a store, without vLLM: keys, look-ups and jobs on a real directory, and on a store that fails."""
+"""Pages of a vLLM instance in a store, without vLLM: keys, lookups and jobs on a real directory, and on a store that fails."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Instance:
             self.store.start(PageKeys(KEYS.fingerprint, salt), page_bytes=PAGE_BYTES)
 
     def fill(self, *pages: int) -> None:
-        """Write pages into the chunks of their numbers, and something behind them that is not theirs."""
+        """Write each page into the chunk with its number, and other bytes after it in the chunk."""
         for page in pages:
             self.memory[page] = page + 1
 
@@ -58,7 +58,7 @@ class Instance:
         return self._job()
 
     def look_up(self, *names: bytes, request_id: str = "r", positions: Sequence[int] | None = None) -> list[bool | None]:
-        """Ask until all is known, as vLLM's scheduler does in step after step."""
+        """Look up pages until all answers are known, as vLLM's scheduler does in each step."""
         places = range(1, len(names) + 1) if positions is None else positions
         deadline_s = time.monotonic() + WAIT_S
         while True:
@@ -154,7 +154,7 @@ def test_before_it_is_started_nothing_is_saved_or_found(instance: Callable[..., 
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
-def test_a_long_prefix_is_found_with_few_questions(instance: Callable[..., Instance], tmp_path: Path) -> None:
+def test_a_long_prefix_is_found_with_few_lookups(instance: Callable[..., Instance], tmp_path: Path) -> None:
     one = instance(tmp_path)
     one.fill(*range(5))
     one.save(*range(5))
@@ -172,7 +172,7 @@ def test_pages_of_a_window_are_looked_up_one_by_one(instance: Callable[..., Inst
     assert one.look_up(*names, positions=[4, 3, 2, 1]) == [True, True, False, False]
 
 
-def test_groups_are_looked_up_apart(instance: Callable[..., Instance], tmp_path: Path) -> None:
+def test_groups_are_looked_up_separately(instance: Callable[..., Instance], tmp_path: Path) -> None:
     one = instance(tmp_path)
     one.fill(0)
     one.save(0)
@@ -213,7 +213,7 @@ def test_a_damaged_page_is_not_loaded_and_counts_as_missing(
     assert one.look_up(name(1)) == [True]
 
 
-def test_a_directory_that_goes_away_costs_pages_only(instance: Callable[..., Instance], tmp_path: Path) -> None:
+def test_a_directory_that_disappears_causes_only_misses(instance: Callable[..., Instance], tmp_path: Path) -> None:
     directory = tmp_path / "store"
     one = instance(directory)
     one.fill(0)
@@ -227,7 +227,7 @@ def test_a_directory_that_goes_away_costs_pages_only(instance: Callable[..., Ins
     assert one.look_up(name(0)) == [True]
 
 
-def test_a_store_that_hangs_is_given_up_and_writes_nothing_afterwards(
+def test_a_store_that_hangs_is_abandoned_and_writes_nothing_afterwards(
     instance: Callable[..., Instance], broken: MemoryStore, tmp_path: Path
 ) -> None:
     one = instance(tmp_path, get_timeout_s=0.2, put_timeout_s=0.2)
@@ -244,7 +244,7 @@ def test_a_store_that_hangs_is_given_up_and_writes_nothing_afterwards(
     assert not one.memory.any()
 
 
-def test_an_unexpected_error_costs_pages_only(
+def test_an_unexpected_error_causes_only_misses(
     instance: Callable[..., Instance], broken: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = instance(tmp_path)
@@ -292,12 +292,12 @@ def print_of(case: str, *, is_portable: bool = True, **changes: Any) -> str:
     return fingerprint(pages_of(case, is_portable=is_portable, **changes), model=MODEL, chunks=CHUNKS)
 
 
-def test_portable_pages_are_of_every_tp_degree() -> None:
+def test_portable_pages_do_not_depend_on_the_tp_degree() -> None:
     assert print_of("llama-block32") == print_of("llama-tp2-block32")
     assert print_of("llama-block32", is_portable=False) != print_of("llama-tp2-block32", is_portable=False)
 
 
-def test_what_changes_the_bytes_changes_the_fingerprint() -> None:
+def test_each_input_of_the_bytes_changes_the_fingerprint() -> None:
     (plain,) = pages_of("llama-block32", is_portable=True)
     layers = facts_of(ranks(recorded("llama-block32"))[0]["facts"]).layers
     prints = [

@@ -1,4 +1,4 @@
-"""Decode steps with layers that torch.compile compiled, on a real GPU: replayed from CUDA graphs, against the CPU."""
+"""Decode steps with compiled layers on a real GPU: replayed from CUDA graphs, and compared with the CPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compiled_engine(directory: Path, dtype: DType | None = None) -> EmbeddedEngi
 
 
 def items_of(pool: KVPool, names: Sequence[str]) -> list[DecodeItem]:
-    """A step of requests behind the third token, each with a fourth of every group's pages."""
+    """A step of requests at position 3, each with a fourth of every group's pages."""
     found = []
     for index, name in enumerate(names):
         tables = tuple(tuple(range(index * (count // 4), (index + 1) * (count // 4))) for count in pool.num_pages)
@@ -57,7 +57,7 @@ def prefill(engine: EmbeddedEngine, items: Sequence[DecodeItem]) -> None:
 
 
 def inductor_kernels(step: Callable[[], object]) -> int:
-    """Return how many kernels of a step Inductor generated; it names them so."""
+    """Return the number of kernels of a step that Inductor generated, by the names that Inductor gives them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
@@ -68,7 +68,7 @@ def inductor_kernels(step: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
 def test_tokens_are_those_of_the_cpu(model: Directory, prompts: Prompts, name: str, record_property: Record) -> None:
-    """In float32, with batches that grow, shrink and are padded, windows that move, and pages that are given on."""
+    """In float32, with batches that grow, shrink and are padded, windows that move, and pages that are reused."""
     directory = model(name)
     on_cpu = tokens_of_a_life(make_engine(directory, "cpu"), prompts, NUM_STEPS)
     engine = compiled_engine(directory)
@@ -103,7 +103,7 @@ def test_a_compiled_step_waits_for_nothing(model: Directory) -> None:
 
 
 def test_logits_of_half_precision_are_close(model: Directory) -> None:
-    """Inductor keeps float32 within a fused kernel, where separate kernels round, so not all bits are the same."""
+    """Inductor keeps float32 within a fused kernel, and separate kernels round, so not all bits are equal."""
     found: list[Tensor] = []
     for engine in (
         make_engine(model("llama"), "cuda", captured=CAPTURED, dtype=DType.BFLOAT16),

@@ -236,9 +236,9 @@ class RankWorld:
         return {request_id: token for request_id, (token,) in self.verify(items).items()}
 
     def begin_decode(self, items: Sequence[DecodeItem]) -> Callable[[], dict[str, int]]:
-        """What the step reads must be there until its tokens are read, because a GPU reads in between.
+        """The KV that a step reads must be there until its tokens are read, because a GPU reads in the meantime.
 
-        Meanwhile, somebody writes into every page that is free. Rank 0 has no token before the others have read what it needs.
+        Until then, all free pages are overwritten. Rank 0 returns a token only after the other ranks have read the KV for it.
         """
         items = [replace(item, token_id=self._chosen[item.request_id]) if item.is_unread else item for item in items]
         self._chosen = {item.request_id: next_token(item.token_id, item.position) for item in items}

@@ -106,7 +106,7 @@ def test_a_watermark_goes_to_no_session_that_is_lost() -> None:
     assert [publish.sessions for publish in of_type(actions, rx.PublishWatermark)] == [frozenset({1})]
 
 
-def test_a_watermark_without_room_for_every_range_goes_to_everybody_at_each_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watermark_without_room_for_every_range_goes_to_all_sessions_at_each_tick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer.receive.receiver.MAX_PUBLISHED_RANGES", 0)
     receiver, ask, arrive = two_writers(is_one_sided=True)
     first, second = ask(0, writer=1), ask(0, writer=2)

@@ -46,7 +46,7 @@ class PagedMemory:
                 assert self._found.get(self._place(group, table, token)) == (request_id, token), (group.name, token, table)
 
     def spoil(self, group: LayerGroup, pages: Sequence[int]) -> None:
-        """Lose what lies in pages that nobody has, as if somebody wrote there."""
+        """Lose the content of free pages, as if it was overwritten."""
         for place in [place for place in self._found if place[0] == group.name and place[1] in pages]:
             del self._found[place]
 

@@ -108,7 +108,7 @@ def test_compiled_steps_reach_the_plan() -> None:
         ({"torch_compile_max_bs": 0}, "torch_compile_max_bs"),
     ],
 )
-def test_compiled_steps_that_no_graph_would_hold_are_rejected(settings: dict[str, Any], message: str) -> None:
+def test_compiled_sizes_without_a_cuda_graph_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decode(torch_compile=True, device="cuda", **settings)
     if "torch_compile_max_bs" not in settings:

@@ -1,4 +1,4 @@
-"""vLLM servers with kvferry's store: prefixes survive a restart and are shared. A store that fails costs a recompute only."""
+"""vLLM servers with kvferry's store: prefixes survive a restart and are shared. If the store fails, vLLM recomputes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def store_connector(directory: Path, settings: Mapping[str, Any] | None = None) 
 
 
 def num_blocks(prompts: Mapping[int, str]) -> int:
-    """Whole blocks of prompts. vLLM loads all of them, and computes the last token again if they are the whole prompt."""
+    """Number of whole blocks of prompts. vLLM loads all of them. If they cover a whole prompt, it recomputes the last token."""
     return sum(length // BLOCK_TOKENS for length in prompts)
 
 
@@ -44,7 +44,7 @@ def pages_of(directory: Path) -> list[Path]:
 
 
 def pages(server: Server, op: str, outcome: str) -> float:
-    """Pages in calls of the store, as the server has reported them with its last step."""
+    """Number of pages in calls of the store. The server updates it with each step."""
     return sample(page(f"{server.url}/metrics"), "kvferry_store_operations_total", op=op, outcome=outcome)
 
 
@@ -65,7 +65,7 @@ def assert_answers(server: Server, prompts: Mapping[int, str], reference: Mappin
 
 
 def vllm_config(directory: Path, **changes: Any) -> Any:
-    """What the connector reads of vLLM's configuration first."""
+    """The parts of vLLM's configuration that the connector checks first."""
     parts = {
         "kv_role": "kv_both", "prefix_caching_hash_algo": "sha256", "distributed_executor_backend": "mp", "nnodes_within_dp": 1,
         "world_size": 2, "kv_connector_extra_config": store_connector(directory)["kv_connector_extra_config"],
@@ -87,7 +87,7 @@ def vllm_config(directory: Path, **changes: Any) -> Any:
         ({"kv_connector_extra_config": {}}, "storage.directory and storage.url are null; set one of them"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_an_unsupported_setting_is_rejected_by_name(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     from kvferry.engines.vllm_store_connector import KvferryStoreConnector
@@ -104,7 +104,7 @@ def directory(
     reference: Mapping[int, Answer],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """A store with the blocks of all prompts, which a server saved that has ended since."""
+    """A store with the blocks of all prompts. The server that saved them has ended."""
     folder = tmp_path_factory.mktemp("store") / "pages"
     server = vllm_server(model, kv_transfer_config=store_connector(folder), name="saves", in_core=True).wait_ready()
     assert_answers(server, prompts, reference)
@@ -115,7 +115,7 @@ def directory(
 
 @pytest.fixture(scope="module")
 def pair(directory: Path, vllm_server: Callable[..., Server], model: Path) -> tuple[Server, Server]:
-    """Two servers that share that store: TP 1, as the one that saved, and TP 2."""
+    """Two servers that share the store of `directory`: TP 1, like the server that saved the pages, and TP 2."""
     one = vllm_server(model, kv_transfer_config=store_connector(directory), name="loads-tp1", in_core=True)
     two = vllm_server(model, tp=2, kv_transfer_config=store_connector(directory), name="loads-tp2")
     return one.wait_ready(), two.wait_ready()
@@ -134,11 +134,11 @@ def test_stored_prefixes_are_loaded_by_two_servers_at_once(
         assert loaded == num_blocks(asked) * BLOCK_TOKENS
 
 
-def test_damaged_pages_cost_a_recompute_and_are_saved_again(
+def test_damaged_pages_are_recomputed_and_saved_again(
     pair: tuple[Server, Server], directory: Path, prompts: Mapping[int, str], reference: Mapping[int, Answer]
 ) -> None:
     asked = {length: prompts[length] for length in list(prompts)[-5:]}
-    # The pages that were read are newer.
+    # Pages that were read have a newer modification time.
     unread = sorted(pages_of(directory), key=lambda file: file.stat().st_mtime)[: num_blocks(asked)]
     num_bytes = unread[0].stat().st_size
     damaged = {}
@@ -159,7 +159,7 @@ def test_damaged_pages_cost_a_recompute_and_are_saved_again(
     assert pages(second, "get", "corrupt") == 0
 
 
-def test_a_store_that_goes_away_costs_a_recompute(
+def test_without_its_store_a_server_recomputes(
     pair: tuple[Server, Server], directory: Path, prompts: Mapping[int, str], reference_server: Server
 ) -> None:
     """New prompts are answered without the store. When it is back, new pages are saved."""
@@ -181,7 +181,7 @@ def test_a_store_that_goes_away_costs_a_recompute(
     until(is_saved, "pages are saved again")
 
 
-def test_beside_the_transfer(
+def test_the_store_connector_works_with_the_transfer_connector(
     directory: Path,
     vllm_server: Callable[..., Server],
     route: Callable[..., Server],
@@ -189,7 +189,7 @@ def test_beside_the_transfer(
     prompts: Mapping[int, str],
     reference: Mapping[int, Answer],
 ) -> None:
-    """The prefill server loads stored beginnings, and transfers whole prompts to a decode server that saves pages, too."""
+    """The prefill server loads stored prefixes, and transfers whole prompts to a decode server, which also saves pages."""
 
     def multi(role: str, settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         connectors = [connector(role, settings), store_connector(folder)]
