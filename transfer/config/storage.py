@@ -115,16 +115,16 @@ class StorageBreakerConfig(BreakerConfig):
 
     failures: Count = Field(
         default=3,
-        description="Failures and timeouts within storage.breaker.window_s before the store is left alone.",
+        description="Failures and timeouts within storage.breaker.window_s that open the circuit breaker of the store.",
     )
-    window_s: Seconds = Field(default=30.0, description="Seconds after which such a failure does not count any more.")
+    window_s: Seconds = Field(default=30.0, description="Seconds after which such a failure is no longer counted.")
     pause_s: Seconds = Field(
         default=1.0,
-        description="Seconds for which it is left alone before one call tries it; doubled each time.",
+        description="Seconds for which an open circuit breaker stops calls, before one call tests the store; doubled each time.",
     )
     max_pause_s: Seconds = Field(
         default=60.0,
-        description="Longest such pause. A store that has served for so long begins with storage.breaker.pause_s again.",
+        description="Longest such pause. If the store works for this long, the pause is storage.breaker.pause_s again.",
     )
 
 
@@ -133,7 +133,7 @@ class StorageConfig(Section):
 
     directory: Path | None = Field(
         default=None,
-        description="Folder of the store. All nodes that share it name the same one, as one user. Created if it is missing.",
+        description="Directory of the store, created if missing. Processes that share it must run as the same user.",
     )
     url: str | None = Field(
         default=None,
@@ -145,32 +145,32 @@ class StorageConfig(Section):
     max_bytes: SizeBytes | None = Field(
         default=None,
         description=(
-            "Most bytes of storage.directory, over all nodes. The least recently used pages are evicted. null: as many as the "
-            "disk takes. A bucket has rules of its own."
+            "Maximum size of storage.directory, for all nodes together. The least recently used pages are evicted. null: no "
+            "limit but the disk. Only for storage.directory: use the rules of a bucket."
         ),
     )
     salt: Annotated[str, Field(max_length=128)] = Field(
         default="",
         description="Nodes share stored pages only with nodes of the same salt. A request may add a salt.",
     )
-    put_timeout_s: Seconds = Field(default=30.0, description="Longest time of a write before it is given up.")
+    put_timeout_s: Seconds = Field(default=30.0, description="Timeout of a write to the store.")
     get_timeout_s: Seconds = Field(
         default=2.0,
         description=(
-            "Longest wait of a request for one lookup in the store, with the pages that it loads. Pages that are late are "
-            "computed. An attempt has up to three lookups: the decode node's, the prefill node's, and that of its ranks, which "
-            "load."
+            "Longest wait of a request for one lookup in the store, including the pages that it loads. Pages that arrive later "
+            "are computed. An attempt has up to three lookups: by the decode node, by the prefill node, and by the ranks of the "
+            "prefill node, which load the pages."
         ),
     )
     queue_bytes: SizeBytes = Field(
         default=256 << 20,
-        description="Most bytes of a process that wait to be read, and as many to be written. Further pages are skipped.",
+        description="Maximum bytes of a process that wait for reads, and the same for writes. Further pages are skipped.",
     )
     threads: Count = Field(
         default=4,
-        description="Threads of a process that read from the store, and as many that write to it. One more deletes.",
+        description="Threads of a process that read from the store. The same number writes to it, and one more thread deletes.",
     )
-    breaker: StorageBreakerConfig = Field(default_factory=StorageBreakerConfig, description="When the store is left alone.")
+    breaker: StorageBreakerConfig = Field(default_factory=StorageBreakerConfig, description="Circuit breakers of the store.")
 
     @property
     def is_set(self) -> bool:
