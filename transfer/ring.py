@@ -290,6 +290,17 @@ class StagingAllocator:
             grant, position=self._position, capacity_bytes=self.capacity_bytes, unreleased_edge=self._unreleased_edge
         )
 
+    def name_next(self, grant: Grant) -> None:
+        """Name the released ranges that contain the grant's bytes as if they had changed last. Call it for a writable grant."""
+        size = grant.end - grant.begin
+        window = grant.begin - self.capacity_bytes
+        for _ in range(MAX_PUBLISHED_RANGES // 2):  # the others have to take turns
+            begin = self._unreleased_edge(window + size)
+            if window + size <= self._position or begin not in self._end_of:
+                return
+            self._make_newest(begin)
+            window = begin - 1 - (begin - 1 - grant.begin) % self.capacity_bytes
+
     def watermark(self) -> Watermark:
         """Return the state to publish, under the next sequence number.
 
@@ -367,6 +378,9 @@ class StagingAllocator:
             begin = below
         self._end_of[begin] = end
         self._begin_of[end] = begin
+        self._make_newest(begin)
+
+    def _make_newest(self, begin: int) -> None:
         self._newest.pop(begin, None)
         self._newest[begin] = None
         if len(self._newest) > MAX_PUBLISHED_RANGES // 2:

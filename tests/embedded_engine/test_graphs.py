@@ -158,7 +158,7 @@ def test_a_step_uses_the_pages_that_were_checked_and_no_others(
     engine = EmbeddedEngine(demo_dir, shard=Shard(page_size=4), num_pages=8, **settings)
     loaded: list[DecodeItem] = []
 
-    def logits(self: device_decode.DeviceDecoder, items: Sequence[DecodeItem]) -> Tensor:
+    def logits(self: device_decode.DeviceDecoder, items: Sequence[DecodeItem], put_unread: object) -> Tensor:
         loaded.extend(items)
         return torch.zeros(len(items), engine.vocab_size)
 

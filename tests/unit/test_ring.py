@@ -199,6 +199,23 @@ def test_the_newest_ranges_are_named_at_once_however_many_there_are() -> None:
     assert all(view.is_released(grant) for grant in grants[1 : 2 * num_ranges - 14 : 2])
 
 
+def test_ranges_that_a_grant_needs_are_named_next() -> None:
+    """Grants in quarantine make gaps, and new grants use the bytes of gaps that were released long ago."""
+    num_gaps = 3 * MAX_PUBLISHED_RANGES
+    ring, view = ring_of(2 * num_gaps), view_of(2 * num_gaps)
+    grants = [ring.assign(CELL) for _ in range(2 * num_gaps)]
+    for held, released in zip(grants[::2], grants[1::2], strict=True):
+        ring.quarantine(held)
+        ring.release(released)
+    view.update(ring.watermark())
+    for _ in range(num_gaps):
+        grant = ring.assign(CELL)
+        assert ring.is_writable(grant)
+        ring.name_next(grant)
+        view.update(ring.watermark())
+        assert view.is_writable(grant)
+
+
 @pytest.mark.parametrize("num_ranges", [MAX_PUBLISHED_RANGES + 1, 5 * MAX_PUBLISHED_RANGES])
 @pytest.mark.parametrize("stride", [2, 5])
 def test_a_stream_that_skips_watermarks_hears_of_every_range(num_ranges: int, stride: int) -> None:

@@ -448,6 +448,8 @@ class Receiver:
             told = self._told.get(piece.session)
             if told is not None and piece.grant.end - told > self.ring.capacity_bytes:
                 self._news_for.add(piece.session)
+                if self.ring.num_ranges > MAX_PUBLISHED_RANGES:
+                    self.ring.name_next(piece.grant)
 
     def _publish(self) -> None:
         """Publish the watermark to the sessions that it concerns.
