@@ -135,7 +135,10 @@ class ForwardOutput:
     def _chosen(self) -> dict[str, list[int]]:
         """Return request_id -> tokens up to the first that is not its draft token, or whose logits are not finite."""
         if self.copied is not None:
-            self.copied.synchronize()
+            with torch.cuda.device(
+                self.next_tokens.device
+            ):  # a thread that only reads tokens would open a context on the first GPU
+                self.copied.synchronize()
         chosen: list[int] = self.next_tokens_host.tolist()
         found: dict[str, list[int]] = {}
         num_rows = Counter[str]()
