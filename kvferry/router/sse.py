@@ -5,6 +5,7 @@ Source: https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-a
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, Final
 
@@ -48,10 +49,14 @@ def data_of(event: bytes) -> bytes:
 
 def object_of(event: bytes) -> dict[str, Any] | None:
     """Return the JSON object in an event; None if its data is no object."""
+    data = data_of(event)
     try:
-        found = orjson.loads(data_of(event))
+        found = orjson.loads(data)
     except orjson.JSONDecodeError:
-        return None
+        try:
+            found = json.loads(data)  # accepts NaN and infinities, which some servers send
+        except (ValueError, RecursionError):
+            return None
     return found if isinstance(found, dict) else None
 
 

@@ -237,6 +237,32 @@ def test_a_payload_that_was_accepted_survives_the_end_of_a_full_peer(tmp_path: P
             end.close()
 
 
+async def test_a_client_that_could_not_connect_for_want_of_a_socket_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"unix://{tmp_path}/a"
+    client = UnixControlClient(address, session_id=7)  # no server yet
+    client.watch(asyncio.get_running_loop(), lambda payload: None)
+    assert client.send(b"hello")
+    has_failed = asyncio.Event()
+
+    def no_socket(*_: object) -> None:
+        has_failed.set()
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", no_socket)
+        await asyncio.wait_for(has_failed.wait(), DEADLINE_S)
+    server = UnixControlServer(address)
+    server.allow(7)
+    heard: list[Received] = []
+    server.watch(asyncio.get_running_loop(), heard.append)
+    await become(lambda: bool(heard))
+    assert heard == [Received(peer=7, payload=b"hello")]
+    client.close()
+    server.close()
+
+
 def test_a_process_without_descriptors_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_tried = 0
     accept = socket.socket.accept

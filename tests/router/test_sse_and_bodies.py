@@ -91,6 +91,13 @@ def test_errors_in_streams(content: dict[str, Any], error: tuple[int, str] | Non
     assert sse.error_of(content) == error
 
 
+def test_an_event_with_numbers_that_json_does_not_allow_is_read() -> None:
+    event = b'data: {"error": {"message": "m", "code": 503}, "logprob": -Infinity}\n\n'
+    content = sse.object_of(event)
+    assert content is not None and sse.error_of(content) == (503, "m")
+    assert sse.object_of(b"data: [DONE\n\n") is None and sse.object_of(b"data: [1]\n\n") is None
+
+
 def test_where_the_kv_is_by_the_answer() -> None:
     ours = {
         "do_remote_prefill": True,

@@ -400,8 +400,8 @@ class UnixControlClient(_End):
     def send(self, payload: bytes) -> bool:
         self._check_open()
         checked_payload(payload, self._max_payload_bytes)
-        if self._connection is None and time.monotonic() - self._tried_s >= RECONNECT_S:
-            self._connect()
+        if time.monotonic() - self._tried_s >= RECONNECT_S:
+            self._connect_again()
         if self._connection is not None:
             if self._send(self._connection, payload):
                 return True
@@ -443,8 +443,14 @@ class UnixControlClient(_End):
 
     def _on_timer(self) -> None:
         self._timer = None
+        self._connect_again()
+
+    def _connect_again(self) -> None:
         if self._connection is None:
-            self._connect()
+            try:
+                self._connect()
+            except (OSError, TransportError):  # for example, no descriptors are left at this moment
+                self._connect_later()
 
     def _on_payload(self, connection: _Connection, payload: bytes) -> None:
         if self._on_received is not None:
