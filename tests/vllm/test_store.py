@@ -77,7 +77,7 @@ def vllm_config(directory: Path, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"kv_role": "kv_producer"}, "kv_role is kv_producer; with KvferryStoreConnector.* it must be kv_both"),
+        ({"kv_role": "kv_producer"}, "kv_role is kv_producer; it must be kv_both, because KvferryStoreConnector loads and saves"),
         (
             {"prefix_caching_hash_algo": "xxhash"},
             "hash-algo is xxhash; stored pages need one of sha256, sha256_cbor",
