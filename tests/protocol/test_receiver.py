@@ -118,6 +118,17 @@ def test_a_watermark_without_room_for_every_range_goes_to_all_sessions_at_each_t
     assert arrive(1, ask(1, writer=1), writer=1) == [frozenset({1})]
 
 
+def test_a_writer_hears_at_once_that_it_may_use_bytes_that_no_watermark_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.receive.receiver.MAX_PUBLISHED_RANGES", 0)
+    receiver, ask, arrive = two_writers(is_one_sided=True)
+    ask(0, writer=1)
+    second = ask(0, writer=2)
+    assert arrive(0, second, writer=2) == [frozenset({2})]
+    ask(1, writer=2)  # waits for the first one's bytes
+    ask(1, writer=1, news_for=[frozenset({1})])
+    assert receiver.ring.watermark().released == (second,)
+
+
 def test_a_refusal_names_what_is_not_expected() -> None:
     receiver = ReceiverHand()
     (refused,) = messages(receiver.ask(0, request_id="nobody"), GrantRefused)

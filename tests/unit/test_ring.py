@@ -216,6 +216,19 @@ def test_ranges_that_a_grant_needs_are_named_next() -> None:
         assert view.is_writable(grant)
 
 
+def test_half_of_a_watermark_is_left_for_the_turns_of_other_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grant that needs a range in each of many laps of the ring learns of the newest first."""
+    monkeypatch.setattr("transfer.ring.MAX_PUBLISHED_RANGES", 2)
+    ring = ring_of(2)
+    grants = [ring.assign(CELL) for _ in range(8)]
+    for grant in grants[5:0:-2]:
+        ring.release(grant)
+    ring.name_next(grants[7])
+    heard = [ring.watermark().released for _ in range(9)]
+    assert all(len(released) in (1, 2) and grants[5] in released for released in heard)
+    assert {grants[1], grants[3]} <= {grant for released in heard for grant in released}
+
+
 @pytest.mark.parametrize("num_ranges", [MAX_PUBLISHED_RANGES + 1, 5 * MAX_PUBLISHED_RANGES])
 @pytest.mark.parametrize("stride", [2, 5])
 def test_a_stream_that_skips_watermarks_hears_of_every_range(num_ranges: int, stride: int) -> None:
