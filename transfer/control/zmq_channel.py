@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -222,6 +223,34 @@ class ZmqControlServer:
         self._authenticator.close()
 
 
+class _ClientContext:
+    """The context of all clients of this process, while there are any: two threads and five descriptors."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._context: zmq.Context[Any] | None = None
+        self._num_users = 0
+
+    def acquire(self) -> zmq.Context[Any]:
+        with self._lock:
+            if self._context is None:
+                self._context = zmq.Context()
+            self._num_users += 1
+            return self._context
+
+    def release(self) -> None:
+        """Give back what `acquire` returned. The sockets of this user must be closed."""
+        with self._lock:
+            self._num_users -= 1
+            if not self._num_users:
+                context, self._context = self._context, None
+                assert context is not None
+                context.term()
+
+
+_client_context = _ClientContext()
+
+
 class ZmqControlClient:
     """A `ControlClient` on a DEALER socket.
 
@@ -250,7 +279,12 @@ class ZmqControlClient:
         routing_id = _routing_id(session_id)
         checked_key(server_key)
         self._max_payload_bytes = max_payload_bytes
-        self._socket = _socket(zmq.Context.instance(), zmq.DEALER, address, max_payload_bytes=max_payload_bytes)
+        self._is_closed = False
+        try:
+            self._socket = _socket(_client_context.acquire(), zmq.DEALER, address, max_payload_bytes=max_payload_bytes)
+        except TransportError:
+            _client_context.release()
+            raise
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(keys.public))
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(keys.secret))
         self._socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(server_key))
@@ -263,6 +297,7 @@ class ZmqControlClient:
             self._socket.connect(address)
         except zmq.ZMQError as error:
             self._socket.close(linger=0)
+            _client_context.release()
             raise PeerUnreachable(f"control address is {address[:200]!r}; it cannot be connected to: {error.strerror}") from error
         self._address = address
         self._is_parted = False  # disconnected until the wait ends
@@ -359,6 +394,9 @@ class ZmqControlClient:
         self._loop = None
         self._end_wait()
         self._socket.close(linger=0)
+        if not self._is_closed:
+            self._is_closed = True
+            _client_context.release()
 
 
 def _socket(context: zmq.Context[Any], kind: int, address: str, *, max_payload_bytes: int) -> zmq.Socket[bytes]:

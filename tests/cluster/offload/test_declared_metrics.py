@@ -27,6 +27,7 @@ LATER: Final = {
     *(f"kvferry_discovery_{name}" for name in ("addresses", "age_seconds", "interval_seconds", "failures", "refused_entries")),
     "kvferry_dropped_messages",  # on prefill nodes once a message was dropped
     "kvferry_prefill_blocks",  # with a sparse policy
+    "kvferry_offload_copied_bytes",  # on prefill nodes once a prompt did not fit the device
 }
 """Metrics that need not be there on every node that serves them."""
 
