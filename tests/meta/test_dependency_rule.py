@@ -133,7 +133,7 @@ FOREIGN: dict[str, tuple[str, tuple[str, ...]]] = {
         ("transfer/storage/envelope.py", "transfer/transport/*", "transfer/copy/*", *NODES),
     ),
     "yaml": ("pyyaml", ("*config.py", "transfer/registry/discovery/sources.py", "kvferry/*", "deploy/monitoring/rule_file.py")),
-    "zmq": ("pyzmq", ("transfer/control/zmq_*.py", "node_runtime/*link*.py")),
+    "zmq": ("pyzmq", ("transfer/control/zmq_*.py",)),
 }
 
 # Engines that load kvferry, each in a separate environment, and the files that may import them. They are not dependencies.

@@ -16,6 +16,7 @@ import select
 import socket
 import stat
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -143,7 +144,7 @@ class _Connection:
             return True
 
 
-class _End:
+class _End(ABC):
     """The connections of one end. The loop watches one epoll descriptor, which contains all of them."""
 
     def __init__(self, address: str, max_payload_bytes: int) -> None:
@@ -229,14 +230,14 @@ class _End:
                 self._ready.append(connection)
         return bool(events)
 
-    def _accept(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _accept(self) -> None: ...
 
-    def _on_payload(self, connection: _Connection, payload: bytes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _on_payload(self, connection: _Connection, payload: bytes) -> None: ...
 
-    def _on_end(self, connection: _Connection) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _on_end(self, connection: _Connection) -> None: ...
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -444,6 +445,9 @@ class UnixControlClient(_End):
     def _on_timer(self) -> None:
         self._timer = None
         self._connect_again()
+
+    def _accept(self) -> None:
+        """Do nothing: a client does not listen."""
 
     def _connect_again(self) -> None:
         if self._connection is None:
