@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from bench.llama_engine import PAGE_SIZE, llama_engine
 from bench.timing import Report, argument_parser, readable_bytes, sample
 from decode_node.offload.running_blocks import RunningBlocks
 from decode_node.offload.sizes import stored_block_pages
+from node_runtime.rank_process import SWITCH_INTERVAL_S
 from transfer.config import StorageConfig
 from transfer.engine_types import DecodeItem, StoredRead
 from transfer.instance import Instance
@@ -158,6 +160,7 @@ def main() -> None:
     is_gpu = arguments.device == "cuda"
     if not is_gpu:
         torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in a rank process
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-", dir=arguments.directory) as folder:
         measure(
             arguments.device,

@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from transfer.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 from transfer.errors import ConfigError
@@ -124,20 +126,21 @@ class _Job:
             case "put":
                 self._settle(store.put(copies, used_ns=self._used_ns))
             case "get":
-                pages = [(item.key, memoryview(bytearray(item.num_bytes))) for item in items]
-                self._settle(store.get(pages, used_ns=self._used_ns), [page for _, page in pages])
+                pages = [np.empty(item.num_bytes, np.uint8) for item in items]
+                wanted = [(item.key, page.data) for item, page in zip(items, pages, strict=True)]
+                self._settle(store.get(wanted, used_ns=self._used_ns), pages)
             case "exists":
                 self._settle(store.exists([item.key for item in items]))
             case _:
                 self._settle(store.delete([item.key for item in items]))
 
-    def _settle(self, outcomes: list[Outcome], pages: Sequence[memoryview] = ()) -> None:
+    def _settle(self, outcomes: list[Outcome], pages: Sequence[NDArray[np.uint8]] = ()) -> None:
         with self._lock:
             if self._outcomes is not None:
                 return  # too late
             for item, page, outcome in zip(self._items, pages, outcomes, strict=False):
                 if outcome is Outcome.OK and item.view is not None:
-                    item.view[:] = page
+                    _bytes_of(item.view)[:] = page
             self._outcomes = outcomes
 
 
@@ -383,7 +386,12 @@ class StoreClient:
 
 
 def _copied(item: _Item) -> tuple[str, memoryview]:
-    return item.key, memoryview(b"" if item.view is None else bytes(item.view))
+    return item.key, memoryview(b"") if item.view is None else _bytes_of(item.view).copy().data
+
+
+def _bytes_of(view: memoryview) -> NDArray[np.uint8]:
+    """Return the bytes as an array. Unlike a memoryview, numpy copies without the GIL, so other threads run meanwhile."""
+    return np.frombuffer(view, np.uint8)
 
 
 def _jobs(op: str, items: Sequence[_Item], used_ns: int, loop: asyncio.AbstractEventLoop) -> list[_Job]:
