@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,6 +117,24 @@ def logits_of(engine: EmbeddedEngine, items: Sequence[DecodeItem]) -> Tensor:
     return logits
 
 
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Fail if the block waits for the device, which is busy meanwhile.
+
+    The block must queue less than 1,024 kernels. With that many in its queue, CUDA lets every launch wait.
+    """
+    torch.cuda.synchronize()
+    occupy(400_000_000)
+    is_idle = torch.cuda.Event()
+    is_idle.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not is_idle.query()
+
+
 @pytest.mark.parametrize("captured", [(), CAPTURED], ids=["launched", "replayed"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "qwen3_next"])
 def test_a_step_waits_for_nothing(model: Directory, prompts: Prompts, name: str, captured: tuple[int, ...]) -> None:
@@ -127,18 +146,13 @@ def test_a_step_waits_for_nothing(model: Directory, prompts: Prompts, name: str,
     engine.prefill(first), engine.decode([item])  # whatever is loaded and compiled the first time
     for read in [engine.begin_decode([one]) for one in (item, unread)]:
         read()
-    torch.cuda.synchronize()
-    occupy(400_000_000)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         # The chunked delta rule of transformers does as it likes; a prefill step of attention alone waits for nothing either.
         prefilled = None if name == "qwen3_next" else engine.forward_batch(engine.prefill_batch(first))
         output = engine.forward_batch(engine.decode_batch([item]))
         assert output.copied is not None and not output.copied.query()
+    with waiting_is_an_error():
         reads = [engine.begin_decode([one]) for one in (item, unread)]
-        assert not output.copied.query()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert output.next_tokens.is_cuda and output.next_tokens_host.is_pinned()
     tokens = output.tokens()
     assert tokens == {"a": int(output.next_tokens)} == engine.decode([item]) or name == "qwen3_next"
