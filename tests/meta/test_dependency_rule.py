@@ -107,7 +107,7 @@ FOREIGN: dict[str, tuple[str, tuple[str, ...]]] = {
     "msgpack": ("msgpack", ("transfer/messages.py", "transfer/transport/*", "node_runtime/*")),
     "nixl_cu12": ("nixl-cu12", ("transfer/transport/nixl_library.py",)),
     "nixl_cu13": ("nixl-cu13", ("transfer/transport/nixl_library.py",)),
-    "numpy": ("numpy", DEVICE_FILES),
+    "numpy": ("numpy", (*DEVICE_FILES, "transfer/storage/client.py")),
     "obstore": ("obstore", ("transfer/storage/object_store.py",)),
     "opentelemetry": ("opentelemetry-sdk", ("node_runtime/tracing_client.py",)),
     "prometheus_client": (

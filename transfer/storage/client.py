@@ -24,16 +24,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
 import structlog
-from numpy.typing import NDArray
 
 from transfer.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 from transfer.errors import ConfigError
 from transfer.metrics import StoreMetrics
 from transfer.storage.base import USED_STEP_NS, Outcome, Store
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 JOB_BYTES: Final = 4 << 20
 """Most bytes of a job, so that a call can use all threads, and a copy is short."""
@@ -126,7 +128,7 @@ class _Job:
             case "put":
                 self._settle(store.put(copies, used_ns=self._used_ns))
             case "get":
-                pages = [np.empty(item.num_bytes, np.uint8) for item in items]
+                pages = [_unfilled(item.num_bytes) for item in items]
                 wanted = [(item.key, page.data) for item, page in zip(items, pages, strict=True)]
                 self._settle(store.get(wanted, used_ns=self._used_ns), pages)
             case "exists":
@@ -389,9 +391,21 @@ def _copied(item: _Item) -> tuple[str, memoryview]:
     return item.key, memoryview(b"") if item.view is None else _bytes_of(item.view).copy().data
 
 
+# numpy copies without the GIL, unlike a memoryview, so other threads run meanwhile. It is imported here, because a leader imports
+# this module and never copies.
+
+
 def _bytes_of(view: memoryview) -> NDArray[np.uint8]:
-    """Return the bytes as an array. Unlike a memoryview, numpy copies without the GIL, so other threads run meanwhile."""
+    """Return the bytes as an array."""
+    import numpy as np
+
     return np.frombuffer(view, np.uint8)
+
+
+def _unfilled(num_bytes: int) -> NDArray[np.uint8]:
+    import numpy as np
+
+    return np.empty(num_bytes, np.uint8)
 
 
 def _jobs(op: str, items: Sequence[_Item], used_ns: int, loop: asyncio.AbstractEventLoop) -> list[_Job]:
