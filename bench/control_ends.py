@@ -25,8 +25,8 @@ from typing import Any, get_args
 
 from transfer.chunk import ChunkPlan
 from transfer.config import TlsConfig
+from transfer.control.session_channel import SessionControlServer, open_session_client
 from transfer.control.zmq_authenticator import new_key_pair
-from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
 from transfer.copy.digest import DIGEST_XXH3
 from transfer.event_pump import EventPump
 from transfer.instance import AttachRequest, AttachResponse, Instance
@@ -353,7 +353,7 @@ async def between_two_processes(load: Load) -> Samples:
     """This process is the decode rank; the prefill ranks are a child, which measures and prints its result."""
     loop = asyncio.get_running_loop()
     ring_bytes = load.ring_chunks * CHUNK_BYTES
-    control = ZmqControlServer("tcp://127.0.0.1:0", keys=new_key_pair(), max_payload_bytes=MAX_MESSAGE_BYTES)
+    control = SessionControlServer("tcp://127.0.0.1:0", keys=new_key_pair(), max_payload_bytes=MAX_MESSAGE_BYTES)
     target = Target(loop, control.send, lambda watermark, sessions: servicer.publish(watermark, sessions), ring_bytes=ring_bytes)
 
     async def attach(request: AttachRequest) -> AttachResponse:
@@ -368,6 +368,7 @@ async def between_two_processes(load: Load) -> Samples:
             ring_capacity_bytes=ring_bytes,
             control_address=control.address,
             control_key=control.public_key,
+            local_control_address=control.local_address,
             heartbeat_s=servicer.heartbeat_s,
             protocol_version=PROTOCOL_VERSIONS[-1],
             probe_bytes=1,
@@ -445,8 +446,9 @@ async def _attached(address: str, session: int, stack: AsyncExitStack, security:
         control_key=keys.public,
     )
     attached = await client.attach(request, timeout_s=10.0)
-    control = ZmqControlClient(
+    control = open_session_client(
         attached.control_address,
+        attached.local_control_address,
         session_id=session,
         keys=keys,
         server_key=attached.control_key,

@@ -16,8 +16,8 @@ from bench.engine_step import DeviceStep
 from bench.link_ends import open_transport
 from bench.pool_setting import SEED, Case, PagePicker, Setting
 from transfer.chunk import ChunkPlan, split_into_chunks
+from transfer.control.session_channel import SessionControlServer
 from transfer.control.zmq_authenticator import new_key_pair
-from transfer.control.zmq_channel import ZmqControlServer
 from transfer.copy import head_slice_copier
 from transfer.copy.digest import digests_for
 from transfer.errors import TransferError
@@ -281,7 +281,7 @@ class DecodeEnd:
         self._complete: dict[str, asyncio.Future[float]] = {}
         self._transport = open_transport(lane, device)
         self.instance = own_instance(setting, setting.decode_shard, self._transport)
-        self._control = ZmqControlServer("tcp://127.0.0.1:0", keys=new_key_pair(), max_payload_bytes=MAX_MESSAGE_BYTES)
+        self._control = SessionControlServer("tcp://127.0.0.1:0", keys=new_key_pair(), max_payload_bytes=MAX_MESSAGE_BYTES)
         # A one-sided probe writes behind the ring.
         probe_bytes = setting.config.transport.probe_bytes if self._transport.has_one_sided else 0
         context = RankContext(
@@ -343,6 +343,7 @@ class DecodeEnd:
             ring_capacity_bytes=self._setting.ring_bytes,
             control_address=self._control.address,
             control_key=self._control.public_key,
+            local_control_address=self._control.local_address,
             heartbeat_s=self._servicer.heartbeat_s,
             protocol_version=PROTOCOL_VERSIONS[-1],
             probe_bytes=request.probe_bytes,

@@ -12,10 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import os
 import secrets
-import stat
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,8 +23,8 @@ import msgpack
 from pydantic import TypeAdapter, ValidationError
 
 from transfer.control.base import Received
-from transfer.control.unix_channel import SCHEME, UnixControlClient, UnixControlServer
-from transfer.errors import ConfigError, LocalProtocolError, TransferError
+from transfer.control.unix_channel import SCHEME, UnixControlClient, UnixControlServer, private_folder
+from transfer.errors import LocalProtocolError, TransferError
 from transfer.loop_turns import turns_of
 
 MAX_PAYLOAD_BYTES = 64 << 20
@@ -116,25 +113,7 @@ def rank_socket_address(instance: str, rank: int) -> RankAddress:
         ConfigError: There is no folder that only this user can enter.
     """
     name = hashlib.sha256(instance.encode()).hexdigest()[:_NAME_CHARS]
-    return RankAddress(endpoint=f"{SCHEME}{_private_folder() / name}", token=rank + 1)
-
-
-def _private_folder() -> Path:
-    parent = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    folder = parent / f"kvferry-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError as error:
-        raise ConfigError(
-            f"folder {folder} for the sockets of ranks cannot be made: {error.strerror}; set XDG_RUNTIME_DIR"
-        ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise ConfigError(
-            f"folder {folder} for the sockets of ranks is not this user's alone (owner {found.st_uid}, mode "
-            f"{stat.S_IMODE(found.st_mode):o}); it must be a folder of mode 700: remove it, or set XDG_RUNTIME_DIR"
-        )
-    return folder
+    return RankAddress(endpoint=f"{SCHEME}{private_folder() / name}", token=rank + 1)
 
 
 class Inbox:

@@ -202,6 +202,7 @@ class AttachResponse:
         answer: The target's half of the data-plane session, opaque.
         ring_capacity_bytes: Size of the rank's ring, a multiple of `transfer.ring.ALIGNMENT_BYTES`.
         control_address: Address of the rank's control channel.
+        local_control_address: ``unix://`` address of the same channel for processes of the same user; empty if there is none.
         heartbeat_s: Seconds between heartbeats of the session, above 0.
         protocol_version: The version to use, as `check_compatible` chose it.
         probe_bytes: Size of the link probe's bulk write: the smaller of both sides' limits.
@@ -218,6 +219,7 @@ class AttachResponse:
     protocol_version: int
     probe_bytes: int
     control_key: bytes
+    local_control_address: str = ""
 
     def __post_init__(self) -> None:
         check_id("session_id", self.session_id)

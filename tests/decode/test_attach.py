@@ -72,7 +72,7 @@ class Rank:
             ),
             receiving=Receiving(
                 loop=cast(Any, receiver),
-                control=cast(Any, SimpleNamespace(address="inproc", public_key=bytes(32))),
+                control=cast(Any, SimpleNamespace(address="inproc", local_address="", public_key=bytes(32))),
                 scratch=None,
             ),
             server=ServerConfig(),

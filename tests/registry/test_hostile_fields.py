@@ -162,7 +162,7 @@ class Nodes:
                         num_ending=0,
                     ),
                 ),
-                control=cast(Any, SimpleNamespace(address="inproc", public_key=bytes(32))),
+                control=cast(Any, SimpleNamespace(address="inproc", local_address="", public_key=bytes(32))),
                 scratch=None,
             ),
             server=ServerConfig(),

@@ -9,12 +9,14 @@ completely sent. There are no heartbeats: the kernel reports the end of a proces
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import os
 import select
 import socket
 import stat
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -37,6 +39,9 @@ RECONNECT_S: Final = 0.1
 STUCK_S: Final = 10.0
 """Time without progress after which a peer counts as frozen. On a machine with more ranks than cores, a healthy rank may read
 nothing for a second."""
+
+DEAD_AFTER_S: Final = 60.0
+"""Age of a socket file from which on it must have a server. A server listens directly after it created the file."""
 
 _BACKLOG: Final = 1024
 _LENGTH_BYTES: Final = 4
@@ -300,6 +305,10 @@ class UnixControlServer(_End):
     def forget(self, peer: int) -> None:
         self._allowed.discard(peer)
 
+    def is_connected(self, peer: int) -> bool:
+        """Return whether a client with this session id is connected."""
+        return peer in self._by_peer
+
     def send(self, peer: int, payload: bytes) -> bool:
         self._check_open()
         checked_payload(payload, self._max_payload_bytes)
@@ -398,6 +407,10 @@ class UnixControlClient(_End):
             reason = error.strerror or error
             raise PeerUnreachable(f"control address is {address[:200]!r}; it cannot be connected to: {reason}") from error
 
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None
+
     def send(self, payload: bytes) -> bool:
         self._check_open()
         checked_payload(payload, self._max_payload_bytes)
@@ -490,3 +503,42 @@ def _frame(payload: bytes) -> bytes:
 
 def _no_socket(error: OSError) -> TransportError:
     return TransportError(f"no socket can be opened for a control channel: {error.strerror}")
+
+
+def private_folder() -> Path:
+    """Return the folder for socket files that only this user can enter.
+
+    Raises:
+        ConfigError: There is no such folder, and it cannot be created.
+    """
+    parent = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    folder = parent / f"kvferry-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise ConfigError(f"folder {folder} for sockets cannot be made: {error.strerror}; set XDG_RUNTIME_DIR") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(
+            f"folder {folder} for sockets is not this user's alone (owner {found.st_uid}, mode "
+            f"{stat.S_IMODE(found.st_mode):o}); it must be a folder of mode 700: remove it, or set XDG_RUNTIME_DIR"
+        )
+    return folder
+
+
+def remove_dead_sockets(folder: Path) -> None:
+    """Remove old socket files on which nobody listens. Their servers were killed."""
+    for path in folder.iterdir():
+        _remove_if_dead(path)
+
+
+def _remove_if_dead(path: Path) -> None:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        found = path.lstat()
+        if not stat.S_ISSOCK(found.st_mode) or time.time() - found.st_mtime < DEAD_AFTER_S:
+            return
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()

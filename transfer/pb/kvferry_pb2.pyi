@@ -381,7 +381,7 @@ class AttachRequest(_message.Message):
     def __init__(self, prefill: _Optional[_Union[InstanceInfo, _Mapping]] = ..., prefill_rank: _Optional[int] = ..., offer: _Optional[bytes] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ..., probe_bytes: _Optional[int] = ..., control_key: _Optional[bytes] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("session_id", "decode", "decode_rank", "answer", "ring_capacity", "control_address", "heartbeat_s", "protocol_version", "probe_bytes", "control_key")
+    __slots__ = ("session_id", "decode", "decode_rank", "answer", "ring_capacity", "control_address", "heartbeat_s", "protocol_version", "probe_bytes", "control_key", "local_control_address")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -392,6 +392,7 @@ class AttachResponse(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROBE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CONTROL_KEY_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     decode: InstanceInfo
     decode_rank: int
@@ -402,7 +403,8 @@ class AttachResponse(_message.Message):
     protocol_version: int
     probe_bytes: int
     control_key: bytes
-    def __init__(self, session_id: _Optional[int] = ..., decode: _Optional[_Union[InstanceInfo, _Mapping]] = ..., decode_rank: _Optional[int] = ..., answer: _Optional[bytes] = ..., ring_capacity: _Optional[int] = ..., control_address: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., protocol_version: _Optional[int] = ..., probe_bytes: _Optional[int] = ..., control_key: _Optional[bytes] = ...) -> None: ...
+    local_control_address: str
+    def __init__(self, session_id: _Optional[int] = ..., decode: _Optional[_Union[InstanceInfo, _Mapping]] = ..., decode_rank: _Optional[int] = ..., answer: _Optional[bytes] = ..., ring_capacity: _Optional[int] = ..., control_address: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., protocol_version: _Optional[int] = ..., probe_bytes: _Optional[int] = ..., control_key: _Optional[bytes] = ..., local_control_address: _Optional[str] = ...) -> None: ...
 
 class WriterBeat(_message.Message):
     __slots__ = ("session_id", "link")

@@ -17,8 +17,8 @@ import torch
 
 from transfer.chunk import largest_wire_bytes
 from transfer.config import ServerConfig
+from transfer.control.session_channel import SessionControlServer
 from transfer.control.zmq_authenticator import new_key_pair
-from transfer.control.zmq_channel import ZmqControlServer
 from transfer.errors import ChunkTooLarge, ResourceExhausted, TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
 from transfer.layout import DType, Route, routes, wire_dtype
@@ -93,7 +93,7 @@ class Receiving:
     """
 
     loop: ReceiverLoop
-    control: ZmqControlServer
+    control: SessionControlServer
     scratch: LocalMemory | None
 
 
@@ -108,7 +108,7 @@ def open_receiving(
 ) -> Receiving:
     """Open the control channel and the receiver of a rank. `server` names the addresses; for the others see `ReceiverLoop`."""
     scratch = None if memory.scratch is None else context.transport.register(memory.scratch.tensor)
-    control = ZmqControlServer(
+    control = SessionControlServer(
         f"tcp://{host_port(server.host, 0)}",
         keys=new_key_pair(),  # keys of this life
         advertise_host=server.advertised_host,
@@ -333,6 +333,7 @@ class PrefillSessions:
             ring_capacity_bytes=ring.capacity_bytes,
             control_address=self._control.address,
             control_key=self._control.public_key,
+            local_control_address=self._control.local_address,
             heartbeat_s=self._heartbeat_s,
             protocol_version=agreement.protocol_version,
             probe_bytes=probe_bytes,

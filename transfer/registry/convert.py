@@ -208,6 +208,7 @@ def attach_response_to_proto(response: AttachResponse) -> pb.AttachResponse:
         protocol_version=response.protocol_version,
         probe_bytes=response.probe_bytes,
         control_key=response.control_key,
+        local_control_address=response.local_control_address,
     )
 
 
@@ -215,6 +216,7 @@ def attach_response_from_proto(info: pb.AttachResponse) -> AttachResponse:
     """Return the answer to an attach."""
     with _refusing("attach answer"):
         _check_texts("control_address", (info.control_address,), MAX_NAME_CHARS)
+        _check_texts("local_control_address", (info.local_control_address,), MAX_NAME_CHARS)
         if not MIN_HEARTBEAT_S <= info.heartbeat_s <= MAX_HEARTBEAT_S:
             raise LayoutError(f"heartbeat_s is {info.heartbeat_s}; it must be in [{MIN_HEARTBEAT_S:g}, {MAX_HEARTBEAT_S:g}]")
         return AttachResponse(
@@ -228,6 +230,7 @@ def attach_response_from_proto(info: pb.AttachResponse) -> AttachResponse:
             protocol_version=info.protocol_version,
             probe_bytes=info.probe_bytes,
             control_key=info.control_key,
+            local_control_address=info.local_control_address,
         )
 
 

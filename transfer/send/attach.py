@@ -14,8 +14,8 @@ from typing import Any
 import structlog
 
 from transfer.chunk import ChunkPlan
+from transfer.control.session_channel import open_session_client
 from transfer.control.zmq_authenticator import new_key_pair
-from transfer.control.zmq_channel import ZmqControlClient
 from transfer.errors import PeerUnreachable, ResourceExhausted, TransportError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
 from transfer.layout import DType, KVLayout, Route, routes, wire_dtype
@@ -191,8 +191,9 @@ class DecodeSessions:
             self._check_answer(peer, decode_rank, address, answer)
             number = answer.session_id
             name = f"decode rank {decode_rank}"
-            control = ZmqControlClient(
+            control = open_session_client(
                 answer.control_address,
+                answer.local_control_address,
                 session_id=number,
                 keys=self._keys,
                 server_key=answer.control_key,
