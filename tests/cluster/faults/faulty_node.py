@@ -83,7 +83,7 @@ def _disturb_decode(faults: Faults) -> None:
     """Disturb control messages of both directions at the control channel's server."""
     attach: Any = importlib.import_module("transfer.receive.attach")
 
-    class FaultyServer(attach.ZmqControlServer):  # type: ignore[misc]
+    class FaultyServer(attach.SessionControlServer):  # type: ignore[misc]
         def send(self, peer: int, payload: bytes) -> bool:
             faults.pass_on("control", lambda: super(FaultyServer, self).send(peer, payload))
             return True
@@ -91,7 +91,7 @@ def _disturb_decode(faults: Faults) -> None:
         def watch(self, loop: asyncio.AbstractEventLoop, on_received: Callable[[Any], None]) -> None:
             super().watch(loop, lambda received: faults.pass_on("control", lambda: on_received(received)))
 
-    attach.ZmqControlServer = FaultyServer
+    attach.SessionControlServer = FaultyServer
 
 
 def _disturb_prefill(faults: Faults) -> None:

@@ -41,7 +41,8 @@ class Proxied(Tiers):
 
 @pytest.fixture(scope="module")
 def relayed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxied]:
-    with open_nodes(tmp_path_factory.mktemp("relayed")) as nodes:
+    folder = tmp_path_factory.mktemp("relayed")
+    with open_nodes(folder) as nodes:
         ports = nodes.hold_ports(2)
         launched: list[ClusterNode] = []
 
@@ -51,7 +52,17 @@ def relayed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         with ProxyNetwork(pids) as network:
             for role, port in zip(("prefill", "decode"), ports, strict=True):
                 others = (f"{PROXY_HOST}:{ports[0]}",) if role == "decode" else ()
-                launched.append(nodes.launch(role, reached_at(model, PROXY_HOST, port), *others, kind=BehindProxy))
+                own = folder / f"runtime-{role}"  # as another user's, so that control messages go over TCP
+                own.mkdir()
+                launched.append(
+                    nodes.launch(
+                        role,
+                        reached_at(model, PROXY_HOST, port),
+                        *others,
+                        kind=BehindProxy,
+                        environment={"XDG_RUNTIME_DIR": str(own)},
+                    )
+                )
             prefill, decode = launched
             tiers = Proxied(prefill=prefill, decode=decode, network=network)
             asyncio.run(nodes.until_started(prefill, decode))
