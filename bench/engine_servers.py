@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -18,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
+import yaml
+
 HOST: Final = "127.0.0.1"
 STOP_S: Final = 10.0
 READY_POLL_S: Final = 0.2
@@ -26,10 +29,11 @@ PREEMPTIONS: Final = re.compile(r"^vllm:num_preemptions_total\{.*\} (\S+)$", re.
 ERROR_LINE: Final = re.compile(r"Error\b|error \(|refused|undefined symbol")
 
 VLLM_SCHEDULER: Final = "kvferry+vllm_scheduler"
-SETUPS: Final = ("one", "two", "nixl", "kvferry", VLLM_SCHEDULER, "kvferry-cuda_ipc", "kvferry-nixl", "kvferry-cuda_ipc-2048")
+SETUPS: Final = ("one", "two", "nixl", "kvferry", VLLM_SCHEDULER)
 """`one`: one vLLM. `two`: two of them, used in turn. The others: a prefill and a decode vLLM behind `kvferry route`, joined by
-NixlConnector or by kvferry with its defaults, with a named transport, or with a named transport and chunks of 2,048 tokens.
-kvferry setups use `FirstTokenScheduler` on the decode side, except `kvferry+vllm_scheduler`."""
+NixlConnector or by kvferry with its defaults. `kvferry:SETTING=VALUE,...` changes settings of both sides, for example
+`kvferry:transport.name=cuda_ipc,chunk.chunk_tokens=2048`. kvferry setups use `FirstTokenScheduler` on the decode side, except
+`kvferry+vllm_scheduler`."""
 
 _SCHEDULER: Final = ("--scheduler-cls", "kvferry.engines.vllm_scheduler.FirstTokenScheduler")
 
@@ -130,7 +134,7 @@ class Setup:
     """Running servers. Use as a context manager: the end of the block stops them.
 
     Args:
-        name: One of `SETUPS`.
+        name: See `SETUPS`.
         serving: Settings of the servers.
 
     Attributes:
@@ -194,7 +198,7 @@ class Setup:
     def _start_pair(self) -> None:
         kv_port = free_port()
         configuration: Callable[[str], dict[str, Any]] = _nixl if self.name == "nixl" else _kvferry(self.name, kv_port)
-        has_class = self.name not in ("nixl", VLLM_SCHEDULER)
+        has_class = self.name.partition(":")[0] not in ("nixl", VLLM_SCHEDULER)
         urls = {
             side: self._start_vllm(
                 side,
@@ -242,7 +246,7 @@ class Setup:
             Process.start(
                 name,
                 command,
-                log=self.serving.logs / f"{name}.log",
+                log=self.serving.logs / f"{name.replace('/', '_')}.log",
                 ready_url=ready_url,
                 environment={**self.serving.environment_of(name), **environment},
             )
@@ -253,14 +257,23 @@ def _nixl(role: str) -> dict[str, Any]:
     return {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
 
 
+def checked_setup(name: str) -> str:
+    """Return the name of a setup, for argparse.
+
+    Raises:
+        ArgumentTypeError: It is wrong, see `SETUPS`.
+    """
+    kind, colon, settings = name.partition(":")
+    if kind not in SETUPS or (colon and (not kind.startswith("kvferry") or "=" not in settings)):
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SETUPS)}, and not kvferry:SETTING=VALUE,...")
+    return name
+
+
 def _kvferry(setup: str, kv_port: int) -> Callable[[str], dict[str, Any]]:
-    _, _, options = setup.partition("-")
-    transport, _, chunk_tokens = options.partition("-")
     settings: dict[str, Any] = {"tls": {"insecure": 1}}
-    if transport:
-        settings["transport"] = {"name": transport}
-    if chunk_tokens:
-        settings["chunk"] = {"chunk_tokens": int(chunk_tokens)}
+    for change in filter(None, setup.partition(":")[2].split(",")):
+        name, _, value = change.partition("=")
+        settings[name] = yaml.safe_load(value)
 
     def configuration(role: str) -> dict[str, Any]:
         own: dict[str, Any] = {"server": {"port": kv_port}}

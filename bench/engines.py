@@ -1,6 +1,6 @@
 """Compare prefill and decode vLLM servers joined by kvferry with those joined by NixlConnector, and with plain vLLM servers.
 
-    python -m bench.engines --setups one nixl kvferry kvferry-cuda_ipc --json FILE [--lengths 512 2000 8000] [--in-flight 1 8 32]
+    python -m bench.engines --setups one nixl kvferry --json FILE [--lengths 512 2000 8000] [--in-flight 1 8 32]
 
 Needs vLLM in this environment, and NIXL for `nixl`. `bench.engine_servers.SETUPS` describes the setups. All servers start at
 the beginning and share the first GPU, so their caches must fit side by side (`-- --kv-cache-memory-bytes N`). `--gpus 0 1` puts
@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.engine_load import Load, send_load
-from bench.engine_servers import SETUPS, ServerFailed, Serving, Setup
+from bench.engine_servers import ServerFailed, Serving, Setup, checked_setup
 from bench.timing import Environment
 from kvferry.bench_serve.summary import Spread
 from kvferry.demo.kinds import KINDS, VOCAB_SIZE, DemoKind, ModelKind
@@ -283,7 +283,7 @@ def print_table(cells: Sequence[Cell], console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare KV connectors in vLLM servers")
-    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=["one", "nixl", "kvferry"])
+    parser.add_argument("--setups", nargs="+", type=checked_setup, default=["one", "nixl", "kvferry"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2000, 8000], help="prompt lengths in tokens")
     parser.add_argument("--in-flight", nargs="+", type=int, default=[1, 8, 32], help="clients that send at the same time")
     parser.add_argument("--rounds", type=int, default=2, help="requests per client in each turn; a turn has at least 8 requests")

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.engine_load import send_load
-from bench.engine_servers import SETUPS, Serving, Setup
+from bench.engine_servers import Serving, Setup, checked_setup
 from bench.engines import prompts_of, thin_llama_8b
 from bench.timing import Environment
 
@@ -149,7 +149,7 @@ def recording(folder: Path) -> Mapping[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Show where the time to first token goes in vLLM servers")
-    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=["one", "kvferry"])
+    parser.add_argument("--setups", nargs="+", type=checked_setup, default=["one", "kvferry"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 8000], help="prompt lengths in tokens")
     parser.add_argument("--requests", type=int, default=10, help="prompts of each length")
     parser.add_argument("--model", type=Path, help="folder of a model (default: that of bench.engines)")
