@@ -93,7 +93,10 @@ class Breaker:
     @property
     def pause_left_s(self) -> float:
         """Seconds until it is half-open; 0 unless it is open."""
-        return 0.0 if self._pause_ends_s is None else max(0.0, self._pause_ends_s - self._clock())
+        if self._pause_ends_s is None:
+            return 0.0
+        # The end is a rounded sum, so the difference can exceed the pause.
+        return max(0.0, min(self._pause_s, self._pause_ends_s - self._clock()))
 
     @property
     def wants_trial(self) -> bool:
