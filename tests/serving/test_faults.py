@@ -22,7 +22,9 @@ LONG = 900
 
 @pytest.fixture(scope="module")
 def started(model: Path) -> Iterator[LocalCluster]:
-    tier = TierSpec(model=model, pool_tokens=8192, settings={"restart.backoff_s": 0.1, "restart.max_restarts": 10})
+    # 800 tokens can take longer than the default limit of a drain on a busy machine.
+    settings = {"restart.backoff_s": 0.1, "restart.max_restarts": 10, "drain_timeout_s": 300}
+    tier = TierSpec(model=model, pool_tokens=8192, settings=settings)
     spec = ClusterSpec(prefill=tier, decode=tier, num_prefill=2, heartbeat_s=HEARTBEAT_S, start_timeout_s=START_TIMEOUT_S)
     with running(spec) as cluster:
         yield cluster
