@@ -124,7 +124,7 @@ def open_session_client(
         PeerUnreachable: `address` cannot be connected to.
         TransportError: This process has no descriptors left.
     """
-    if is_own_address(address) and _is_socket_of_this_user(local_address):
+    if is_own_address(address) and _is_in_private_folder(local_address):
         with contextlib.suppress(PeerUnreachable):
             client = UnixControlClient(local_address, session_id=session_id, max_payload_bytes=max_payload_bytes)
             if client.is_connected:
@@ -133,12 +133,11 @@ def open_session_client(
     return ZmqControlClient(address, session_id=session_id, keys=keys, server_key=server_key, max_payload_bytes=max_payload_bytes)
 
 
-def _is_socket_of_this_user(address: str) -> bool:
-    """Return whether this is a socket file in this user's private folder. The peer chose the address, so others are rejected."""
-    path = Path(address.removeprefix(SCHEME))
+def _is_in_private_folder(address: str) -> bool:
+    """Return whether the socket is in this user's private folder. The peer chose the address, so others are rejected."""
     try:
-        return address.startswith(SCHEME) and path.parent == private_folder() and path.is_socket()
-    except (ConfigError, OSError):
+        return address.startswith(SCHEME) and Path(address.removeprefix(SCHEME)).parent == private_folder()
+    except ConfigError:
         return False
 
 
