@@ -13,6 +13,7 @@ import pytest
 from kvferry.cli.node_client import NodeClient
 from tests.registry.attaches import attach_request, attach_response
 from tests.registry.hostile_messages import hostile_messages
+from tests.registry.loop_errors import record_loop_errors
 from tests.registry.test_hostile_fields import PLAN, retell, told
 from transfer.connector.decode_instances import Join, Reservation
 from transfer.connector.reserve_client import ReserveClient
@@ -32,8 +33,7 @@ class HostileNode:
 
     def __init__(self) -> None:
         self.answers: list[bytes] = []
-        self.complaints: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.complaints.append(context))
+        self.complaints = record_loop_errors()
         self.server = grpc.aio.server()
         for service in ("DecodeControl", "TransferControl"):
             found = pb.DESCRIPTOR.services_by_name[service]

@@ -27,6 +27,7 @@ from node_runtime.daemon import Daemon, NodeState
 from prefill_node.node import PrefillNode
 from tests.registry.attaches import attach_request
 from tests.registry.hostile_messages import HUGE_LIST, HUGE_TEXT, Hostile, hostile_messages
+from tests.registry.loop_errors import record_loop_errors
 from tests.runtime.instances import decode_config, hello, instance, prefill_config
 from transfer.chunk import ChunkPlan
 from transfer.config import ServerConfig
@@ -115,8 +116,7 @@ class Nodes:
 
     def __init__(self, folder: Path) -> None:
         Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
-        self.complaints: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.complaints.append(context))
+        self.complaints = record_loop_errors()
         self.prefill = Prefill(DAEMON, prefill_config(folder, transport={"name": "inproc"}))
         self.decode = Decode(DAEMON, decode_config(folder, transport={"name": "inproc"}))
         self.prefill.complaints = self.decode.complaints = self.complaints

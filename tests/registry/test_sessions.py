@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 
 from tests.registry.attaches import LLAMA, attach_request, attach_response, instance, serving
+from tests.registry.loop_errors import record_loop_errors
 from transfer.errors import (
     ConfigError,
     LayoutError,
@@ -277,14 +278,12 @@ async def test_an_attach_that_waits_while_the_rank_closes_is_refused(rank: Decod
 
 
 @pytest.fixture
-async def complaints() -> list[str]:
-    """What the loop's exception handler was told of: it ends a rank."""
-    told: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(repr(context.get("exception"))))
-    return told
+async def complaints() -> list[dict[str, Any]]:
+    """Errors that reach the loop's exception handler. Each of them ends a rank."""
+    return record_loop_errors()
 
 
-async def test_errors_caused_by_others_are_no_bug(rank: DecodeRank, writer: Writer, complaints: list[str]) -> None:
+async def test_errors_caused_by_others_are_no_bug(rank: DecodeRank, writer: Writer, complaints: list[dict[str, Any]]) -> None:
     """Neither a writer that does not fit, nor whoever has taken the last open file, ends the rank."""
     errors = [OSError(errno.EMFILE, "Too many open files"), ConfigError("blob"), PeerUnreachable("x"), LayoutError("y")]
 
@@ -481,7 +480,7 @@ async def test_a_broken_watermark_ends_the_session_with_the_reason(rank: DecodeR
     assert "tail is" in writer.lost[0] and writer.seen == []
 
 
-async def test_an_owners_bug_in_the_callback_is_loud(rank: DecodeRank, writer: Writer, complaints: list[str]) -> None:
+async def test_an_owners_bug_in_the_callback_is_loud(rank: DecodeRank, writer: Writer, complaints: list[dict[str, Any]]) -> None:
     response = await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
 
     def fail(_: Watermark) -> None:
@@ -489,7 +488,7 @@ async def test_an_owners_bug_in_the_callback_is_loud(rank: DecodeRank, writer: W
 
     writer.watch(response, on_watermark=fail)
     await until(lambda: bool(writer.lost), "the loss")
-    assert complaints == ["KeyError('bug')"] and "KeyError" in writer.lost[0]
+    assert [repr(one["exception"]) for one in complaints] == ["KeyError('bug')"] and "KeyError" in writer.lost[0]
 
 
 async def test_a_busy_loop_is_not_taken_for_a_dead_peer(rank: DecodeRank, writer: Writer) -> None:
