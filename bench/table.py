@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from bench.control import TARGET_CHUNKS_PER_S, TARGET_GROWTH, TARGET_GROWTH_BYTES, TARGET_PAIRS_PER_S, TARGET_ROUND_TRIP_S
 from bench.idle import TARGET_SHARE
+from bench.lone_request import FIRST_TOKEN
+from bench.lone_request import TARGET_S as TARGET_FIRST_TOKEN_S
 from bench.loop_turns import BOUND_MS, COST, COST_BOUND_US, TURN
 from bench.pages import POOL_PAGES
 from bench.pages import TARGET_PAIRS_PER_S as TARGET_PAGE_PAIRS_PER_S
@@ -93,6 +95,7 @@ RUNS = (
     Run(module="control", timeout_s=120.0),
     Run(module="pages", timeout_s=45.0),
     Run(module="idle", timeout_s=90.0),
+    Run(module="lone_request", timeout_s=90.0),
     Run(module="link", arguments=("--max-mb", "64", "--passes", "2"), timeout_s=90.0),
     Run(module="loop", arguments=("--only-measure",), timeout_s=240.0),
 )
@@ -234,6 +237,20 @@ def _link(content: Content) -> list[Outcome]:
     return found
 
 
+def _lone_request(content: Content) -> list[Outcome]:
+    (row,) = _rows(content, what=FIRST_TOKEN)
+    return [
+        Outcome(
+            what=f"lone request, {row['case']}, {FIRST_TOKEN}",
+            measured=row["median_s"] * 1e3,
+            limit=TARGET_FIRST_TOKEN_S * 1e3,
+            bound="below",
+            unit="ms, an engine that computes nothing",
+            note=f"p99 {row['p99_s'] * 1e3:.3g} ms",
+        )
+    ]
+
+
 def _loop(content: Content) -> list[Outcome]:
     found = [
         Outcome(
@@ -258,6 +275,7 @@ _READERS: dict[str, Callable[[Content], Sequence[Outcome]]] = {
     "control": _control,
     "pages": _pages,
     "idle": _idle,
+    "lone_request": _lone_request,
     "link": _link,
     "loop": _loop,
 }

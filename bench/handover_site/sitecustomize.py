@@ -1,4 +1,4 @@
-"""Record when functions of the router, of vLLM and of kvferry are called: part of `bench.handovers`.
+"""Record when functions of the router, of vLLM and of kvferry are called: part of `bench.handovers` and `bench.lone_request`.
 
 A process that has this folder in PYTHONPATH, and the folder of records in HANDOVERS, appends a line for each call of a
 function in `POINTS`: the monotonic time in nanoseconds and the label. The clock is the same in all processes of a machine. A
@@ -76,6 +76,24 @@ POINTS: tuple[tuple[str, str, str, bool, Callable[[Any, Any], bool] | None], ...
     ("transfer.connector.incoming_rank", "IncomingRank.expect", "rank expects the transfer", False, None),
     ("transfer.receive.loop", "ReceiverLoop._scatter", "scatter queued", False, None),
     ("transfer.connector.incoming_rank", "IncomingRank.on_complete", "rank has everything", False, None),
+    # Daemons
+    ("decode_node.node", "DecodeNode._submit", "leader has the request", False, None),
+    ("transfer.connector.prefill_peer", "PrefillPeer.prefill", "leader calls prefill", False, None),
+    ("transfer.connector.incoming", "IncomingTransfers.reserve", "leader takes room", False, None),
+    ("transfer.connector.incoming", "IncomingTransfers.on_expected", "a rank expects the transfer", False, None),
+    ("transfer.connector.incoming", "IncomingTransfers.on_whole", "a rank has everything", False, None),
+    ("transfer.connector.outgoing", "OutgoingTransfers.submit", "leader has the prompt", False, None),
+    ("transfer.connector.outgoing", "OutgoingTransfers._reserve_room", "leader asks for room", False, None),
+    ("transfer.connector.outgoing", "OutgoingTransfers._start", "leader starts the ranks", False, None),
+    ("transfer.connector.outgoing", "OutgoingTransfers._on_computed", "leader has the first token", False, None),
+    ("prefill_node.worker", "PrefillWorker._start_request", "rank has the transfer", False, None),
+    ("prefill_node.worker", "PrefillWorker._run_step", "rank has the step", False, None),
+    ("prefill_node.worker", "PrefillWorker._on_layers_written", "rank hears of computed layers", False, None),
+    ("null_engine", "NullEngine.prefill", "engine begins the step", False, None),
+    ("transfer.send.loop", "SenderLoop._on_payload", "rank has a control message", False, None),
+    ("transfer.receive.loop", "ReceiverLoop._on_received", "rank has a control message", False, None),
+    ("decode_node.worker", "DecodeWorker._expect", "rank expects the transfer", False, None),
+    ("decode_node.requests", "DecodeRequests._run", "leader has KV and first token", False, None),
 )
 
 

@@ -74,6 +74,15 @@ def test_control_plane(tmp_path: Path) -> None:
     assert lines[4].what == "ring pair, in order, 10 to 10,000 live grants"
 
 
+def test_a_lone_request_is_traced_through_both_nodes(tmp_path: Path) -> None:
+    record = bench("bench.lone_request", tmp_path / "record.json", "--trace")
+    (line,) = outcomes_of("lone_request", record)
+    assert line.measured is not None and line.measured > 0 and (line.limit, line.bound) == (6.5, "below")
+    rows = record["facts"]["trace"]["rows"]
+    assert {row["role"] for row in rows} == {"decode leader", "decode rank", "prefill leader", "prefill rank"}
+    assert [row["first_ms"] for row in rows] == sorted(row["first_ms"] for row in rows)
+
+
 def test_idle_cluster_has_a_row_for_each_leader_and_rank(tmp_path: Path) -> None:
     record = bench("bench.idle", tmp_path / "record.json", "--prefill-tp", "1", "--decode-tp", "1", "--seconds", "2")
     assert [row["case"] for row in record["rows"]] == ["prefill leader", "decode leader", "prefill rank 0", "decode rank 0"]
