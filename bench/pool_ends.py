@@ -21,7 +21,7 @@ from transfer.control.zmq_authenticator import new_key_pair
 from transfer.copy import head_slice_copier
 from transfer.copy.digest import digests_for
 from transfer.errors import TransferError
-from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
+from transfer.instance import CAPABILITIES, AttachRequest, AttachResponse, Instance, Link, check_compatible
 from transfer.layout import Range, Shard, wire_buffers
 from transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSIONS
 from transfer.metrics import RankMetrics
@@ -99,6 +99,7 @@ def own_instance(setting: Setting, shard: Shard, transport: Transport) -> Instan
         transport=transport.name,
         digests=digests_for(setting.config.device),
         protocol_versions=PROTOCOL_VERSIONS,
+        capabilities=CAPABILITIES,
     )
 
 

@@ -23,6 +23,7 @@ CAPABILITIES: Final = frozenset(
         "late_start_token",
         "layer_groups",
         "one_join",
+        "probe_bursts",
         "resend_once",
         "room_in_stream",
         "selective_release",
@@ -37,6 +38,7 @@ layer_groups, resend_once and selective_release.
 - late_start_token: a prefill side accepts a later start token in `PrefillRoom` or `ReserveResponse`.
 - one_join: a prefill side that a decode instance joins by two of its addresses keeps the first join, and reports that.
 - layer_groups: chunks may hold a part of the layers, so that the first layers travel while the last are computed.
+- probe_bursts: the link probe of a two-sided transport ends with bursts of writes, which the target expects.
 - resend_once: a chunk whose bytes arrive broken is sent a second time.
 - room_in_stream: a prefill side supports `PrefillIntoRoom`, and then does not call `Reserve`.
 - selective_release: watermarks name released ranges above their position, which the writer may use again at once.

@@ -39,6 +39,7 @@ def test_two_ranks_of_this_version_fit_and_tell_every_capability() -> None:
         "late_start_token",
         "layer_groups",
         "one_join",
+        "probe_bursts",
         "resend_once",
         "room_in_stream",
         "selective_release",

@@ -319,7 +319,8 @@ class PrefillSessions:
         probe_bytes = min(request.probe_bytes, self._context.transport_config.probe_bytes)
         if self._scratch is not None and not session.is_one_sided:
             probe_bytes = min(probe_bytes, ring.capacity_bytes)  # a write's target must lie in the offered memory
-            self._keep(self._serve_probe(number, session, self._scratch, probe_bytes))
+            plan = ProbePlan.fitting(probe_bytes, has_bursts="probe_bursts" in request.prefill.capabilities)
+            self._keep(self._serve_probe(number, session, self._scratch, plan))
         self._keep(self._warm_up(writer, request))
         log.info("session_opened", prefill_rank=request.prefill_rank, lane=session.lane)
         if session.obstacle:
@@ -364,9 +365,9 @@ class PrefillSessions:
         except Exception as error:  # any error of a compiler; requests that need the kernels would fail again
             self._context.on_crash(error)
 
-    async def _serve_probe(self, number: int, session: Session, scratch: LocalMemory, probe_bytes: int) -> None:
+    async def _serve_probe(self, number: int, session: Session, scratch: LocalMemory, plan: ProbePlan) -> None:
         try:
-            await serve_probe(self._receiver.driver, session, scratch, plan=ProbePlan.fitting(probe_bytes))
+            await serve_probe(self._receiver.driver, session, scratch, plan=plan)
         except TransferError as error:
             self._servicer.close_session(number, f"the link's probe failed: {error}")
 

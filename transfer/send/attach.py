@@ -229,7 +229,9 @@ class DecodeSessions:
                     self._scratch,
                     # Other writers may use the ring, so a one-sided probe has a place behind it.
                     plan=ProbePlan.fitting(
-                        answer.probe_bytes, target_begin=answer.ring_capacity_bytes if session.is_one_sided else 0
+                        answer.probe_bytes,
+                        target_begin=answer.ring_capacity_bytes if session.is_one_sided else 0,
+                        has_bursts=session.is_one_sided or "probe_bursts" in answer.decode.capabilities,
                     ),
                 )
             except TransportError:

@@ -4,16 +4,18 @@ Both ends run their half at the same time with the same plan: `probe_link` on th
 two-sided transport, small writes go back and forth, and a small write answers each bulk write, so that the time includes the
 arrival. On a one-sided transport, the writer times the completion of its own writes, and the target does nothing. On a fast link
 a bulk write takes little more than the latency. 4 MiB occupy an NVLink for 11 us, and the writer sees their end after 42 us. Such
-a link is also measured with a burst of bulk writes, which pays the latency once.
+a link is also measured with bursts of bulk writes, which pay the latency once. A two-sided target expects the most writes that a
+burst can have. The writer declines those that it does not send, and it declines a whole burst to end the probe.
 
 The probe uses keys from `FIRST_PROBE_KEY` in both directions; grants use keys below.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from transfer.errors import ConfigError, TransportTimeout
@@ -24,12 +26,13 @@ _MAX_ROUNDS = 10_000
 _SMALL_BYTES = 4096
 _DEADLINE_S = 10.0
 _MAX_BULK_BYTES = 8 * 2**20
-_BURST_WRITES = (16, 64)
+_MIN_BURST_WRITES = 4
+_MAX_BURST_WRITES = 64
 _BURST_S = 4e-3
-"""Target duration of a burst. The number of its writes is this time divided by that of a single write, within `_BURST_WRITES`.
-The measured end of a burst is off by about 20 us: on a link of 400 GB/s a tenth of 16 writes of 4 MiB, a fortieth of 64."""
+"""Minimum target duration of a burst. Its number of writes is the target divided by the time of a single write. The measured end
+of a burst is off by about 20 us: on a link of 400 GB/s a tenth of 16 writes of 4 MiB, a fortieth of 64."""
 _BURST_BELOW = 20
-"""Number of latencies. A bulk write that takes longer measures the bandwidth to 5 %."""
+"""Number of latencies. A bulk write that takes longer measures the bandwidth to 5 %, and so does a burst."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,9 @@ class ProbePlan:
         bulk_bytes: Size of a write that measures the bandwidth.
         warmup_rounds: Small writes that are not counted; the first one sets up the connection.
         small_rounds: Small writes that are counted.
-        bulk_rounds: Bulk writes that are counted, after one that is not.
+        bulk_rounds: Bulk writes that are counted, after one that is not. Also the number of bursts.
+        burst_writes: Most bulk writes of a burst. 0 means that no burst is sent: the other end is of a release without the
+            capability `probe_bursts`.
         target_begin: Place in the target's offered memory where a one-sided probe may write. Only other probes may use it
             meanwhile: it lies after the ring, never in it.
     """
@@ -51,6 +56,7 @@ class ProbePlan:
     warmup_rounds: int = 8
     small_rounds: int = 33
     bulk_rounds: int = 3
+    burst_writes: int = _MAX_BURST_WRITES
     target_begin: int = 0
 
     def __post_init__(self) -> None:
@@ -60,6 +66,7 @@ class ProbePlan:
             ("warmup_rounds", 0, _MAX_ROUNDS),
             ("small_rounds", 1, _MAX_ROUNDS),
             ("bulk_rounds", 1, _MAX_ROUNDS),
+            ("burst_writes", 0, _MAX_ROUNDS),
             ("target_begin", 0, 2**62),
         ):
             value = getattr(self, name)
@@ -67,14 +74,20 @@ class ProbePlan:
                 raise ConfigError(f"{name} of a probe is {value}; it must be in [{least}, {most}]")
 
     @classmethod
-    def fitting(cls, num_bytes: int, *, target_begin: int = 0) -> ProbePlan:
+    def fitting(cls, num_bytes: int, *, target_begin: int = 0, has_bursts: bool = True) -> ProbePlan:
         """Return the default plan for scratch memory, and for a place at `target_begin`, of `num_bytes`: at most 8 MiB in bulk.
+
+        Args:
+            has_bursts: Whether both ends have the capability `probe_bursts`, or the transport is one-sided.
 
         Raises:
             ConfigError: There is no room.
         """
         return cls(
-            small_bytes=min(_SMALL_BYTES, num_bytes), bulk_bytes=min(_MAX_BULK_BYTES, num_bytes), target_begin=target_begin
+            small_bytes=min(_SMALL_BYTES, num_bytes),
+            bulk_bytes=min(_MAX_BULK_BYTES, num_bytes),
+            burst_writes=_MAX_BURST_WRITES if has_bursts else 0,
+            target_begin=target_begin,
         )
 
     @property
@@ -113,7 +126,6 @@ class _Prober:
         self._deadline_s = deadline_s
         self._clock = clock
         self._ends_at = time.monotonic() + deadline_s
-        self._heard: Handle
 
     async def settled(self, handle: Handle) -> None:
         left_s = self._ends_at - time.monotonic()
@@ -125,6 +137,13 @@ class _Prober:
                 "the other end does not answer, or probes by another plan"
             ) from None
 
+    async def all_settled(self, handles: Sequence[Handle]) -> None:
+        """Wait for the last handle first. It mostly settles last, and then the others cost no turns of the loop."""
+        await self.settled(handles[-1])
+        for handle in handles[:-1]:
+            if not handle.poll():
+                await self.settled(handle)
+
     def write(self, key: int, num_bytes: int) -> Handle:
         begin = self._plan.target_begin
         target_range = ByteRange(begin=begin, end=begin + num_bytes)
@@ -133,39 +152,62 @@ class _Prober:
     def expect(self, key: int, num_bytes: int) -> Handle:
         return self._session.expect(self._scratch, ByteRange(begin=0, end=num_bytes), FIRST_PROBE_KEY + key)
 
-    async def send(self, key: int, num_bytes: int) -> float:
-        """Return the seconds of one write until its small answer arrives, or until it is complete if it is one-sided."""
-        answer = None if self._session.is_one_sided else self.expect(key, self._plan.small_bytes)
+    async def send(self, step: _Step, num_writes: int = 1) -> float:
+        """Return the seconds of a step until its small answer arrives, or until its writes are complete if they are one-sided.
+
+        The first `num_writes` of the step's writes start at once. The others are declined before.
+        """
+        await self.decline(step.keys[num_writes:])
+        answer = None if self._session.is_one_sided else self.expect(step.keys[0], self._plan.small_bytes)
         begun = self._clock()
-        sent = self.write(key, num_bytes)
-        await self.settled(sent if answer is None else answer)
+        sent = [self.write(key, step.num_bytes) for key in step.keys[:num_writes]]
+        await self.all_settled(sent if answer is None else [answer])
         elapsed_s = self._clock() - begun
-        await self.settled(sent)
+        await self.all_settled(sent)
         return elapsed_s
 
-    async def burst(self, key: int, num_bytes: int, num_writes: int) -> float:
-        """Return the seconds until `num_writes` one-sided writes, started at once to the same place, are complete."""
-        begun = self._clock()
-        handles = [self.write(key + number, num_bytes) for number in range(num_writes)]
-        for handle in handles:
-            await self.settled(handle)
-        return self._clock() - begun
+    async def decline(self, keys: range) -> None:
+        """Settle the receives that the target has posted for writes that are not sent. One-sided: return at once."""
+        if keys and not self._session.is_one_sided:
+            await self.all_settled([self._session.decline(FIRST_PROBE_KEY + key) for key in keys])
 
-    async def answer(self, key: int, num_bytes: int, next_num_bytes: int | None) -> None:
-        """Wait for one write, and answer it. The next one is expected before that, so that it never waits for this end."""
-        if key == 0:
-            self._heard = self.expect(0, num_bytes)
-        heard = self._heard
-        await self.settled(heard)
-        if next_num_bytes is not None:
-            self._heard = self.expect(key + 1, next_num_bytes)
-        await self.settled(self.write(key, self._plan.small_bytes))
+    async def answer(self) -> None:
+        """Answer each step, until the writer declines all writes of a step. The next step is expected before the answer, so that
+        it never waits for this end."""
+        steps = _steps(self._plan)
+        expected = self._expect_step(steps[0])
+        for step, following in itertools.zip_longest(steps, steps[1:]):
+            await self.all_settled(expected)
+            if not any(handle.num_bytes for handle in expected):
+                return
+            expected = self._expect_step(following) if following is not None else []
+            await self.settled(self.write(step.keys[0], self._plan.small_bytes))
+
+    def _expect_step(self, step: _Step) -> list[Handle]:
+        return [self.expect(key, step.num_bytes) for key in step.keys]
 
 
-def _sizes(plan: ProbePlan) -> list[int]:
-    """Return the bytes of each write of a probe, in order. The index of a write is its key."""
-    small = [plan.small_bytes] * (plan.warmup_rounds + plan.small_rounds)
-    return small + [plan.bulk_bytes] * (1 + plan.bulk_rounds)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """Writes with one answer: a lone write, or a burst."""
+
+    keys: range
+    num_bytes: int
+
+
+def _steps(plan: ProbePlan) -> list[_Step]:
+    """Return the steps of a probe, in order: small writes, bulk writes, bursts."""
+    small, bulk = plan.warmup_rounds + plan.small_rounds, 1 + plan.bulk_rounds
+    lone = [
+        _Step(keys=range(key, key + 1), num_bytes=plan.small_bytes if key < small else plan.bulk_bytes)
+        for key in range(small + bulk)
+    ]
+    burst_keys = range(len(lone), len(lone) + plan.bulk_rounds * plan.burst_writes)
+    bursts = [
+        _Step(keys=burst_keys[first : first + plan.burst_writes], num_bytes=plan.bulk_bytes)
+        for first in range(0, len(burst_keys), plan.burst_writes or 1)
+    ]
+    return lone + bursts
 
 
 async def probe_link(
@@ -198,27 +240,31 @@ async def probe_link(
     """
     plan = ProbePlan.fitting(scratch.num_bytes) if plan is None else plan
     prober = _Prober(driver, session, scratch, plan, deadline_s, clock)
-    elapsed_s = [await prober.send(key, size) for key, size in enumerate(_sizes(plan))]
     num_small = plan.warmup_rounds + plan.small_rounds
+    num_lone = num_small + 1 + plan.bulk_rounds
+    steps = _steps(plan)
+    elapsed_s = [await prober.send(step) for step in steps[:num_lone]]
     latency_s = statistics.median(elapsed_s[plan.warmup_rounds : num_small])
     if not session.is_one_sided:
         latency_s /= 2
     whole_s = min(elapsed_s[num_small + 1 :])
     # The answer to a bulk write is a small write, whose time does not count. It is at most half, if small writes were slow.
     bulk_s = whole_s if session.is_one_sided else max(whole_s - latency_s, whole_s / 2)
-    if session.is_one_sided and bulk_s < _BURST_BELOW * latency_s:
-        bulk_s = min(bulk_s, await _bulk_in_bursts_s(prober, plan, first_key=len(elapsed_s), lone_s=bulk_s))
+    bursts = steps[num_lone:]
+    if bursts and bulk_s < _BURST_BELOW * latency_s:
+        bulk_s = min(bulk_s, await _bulk_in_bursts_s(prober, bursts, lone_s=whole_s, latency_s=latency_s))
+    elif bursts:
+        await prober.decline(bursts[0].keys)
     return LinkProbe(lane=session.lane, latency_s=latency_s, bandwidth_bytes_per_s=plan.bulk_bytes / bulk_s)
 
 
-async def _bulk_in_bursts_s(prober: _Prober, plan: ProbePlan, *, first_key: int, lone_s: float) -> float:
+async def _bulk_in_bursts_s(prober: _Prober, bursts: list[_Step], *, lone_s: float, latency_s: float) -> float:
     """Return the seconds that each further bulk write of a burst adds to a lone one."""
-    least, most = _BURST_WRITES
-    writes = max(least, min(most, int(_BURST_S / max(lone_s, 1e-9))))
-    keys = range(first_key, first_key + plan.bulk_rounds * writes, writes)
-    burst_s = min([await prober.burst(key, plan.bulk_bytes, writes) for key in keys])
+    wanted = int(max(_BURST_S, _BURST_BELOW * latency_s) / max(lone_s, 1e-9))
+    writes = min(max(_MIN_BURST_WRITES, wanted), len(bursts[0].keys))
+    burst_s = min([await prober.send(burst, writes) for burst in bursts])
     # At least half of its share: a lone write that was slow by chance must not make the bandwidth infinite.
-    return max((burst_s - lone_s) / (writes - 1), 0.5 * burst_s / writes)
+    return max((burst_s - lone_s) / max(writes - 1, 1), 0.5 * burst_s / writes)
 
 
 async def serve_probe(
@@ -233,7 +279,4 @@ async def serve_probe(
     if session.is_one_sided:
         return
     plan = ProbePlan.fitting(scratch.num_bytes) if plan is None else plan
-    prober = _Prober(driver, session, scratch, plan, deadline_s)
-    sizes = _sizes(plan)
-    for key, size in enumerate(sizes):
-        await prober.answer(key, size, sizes[key + 1] if key + 1 < len(sizes) else None)
+    await _Prober(driver, session, scratch, plan, deadline_s).answer()
