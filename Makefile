@@ -49,7 +49,7 @@ ifneq ($(filter command,$(origin EXTRAS) $(origin TORCH_INDEX)),)
 .PHONY: $(STAMP)
 endif
 
-$(STAMP): pyproject.toml constraints.txt .ci/setup
+$(STAMP): pyproject.toml setup.py transfer/copy/_host_copy.c constraints.txt .ci/setup
 	@PYTHON="$(PYTHON)" EXTRAS="$(EXTRAS)" TORCH_INDEX="$(TORCH_INDEX)" bash .ci/setup
 	@touch $@
 
@@ -168,5 +168,5 @@ docs-check: setup # check that the output of make docs is committed
 	@$(BIN)/python -m docs.tables --check
 
 clean: ## remove .venv, tools, caches and build outputs, but no model folders
-	rm -rf .venv $(PROTO_VENV) .kvferry/rdma .kvferry/vllm-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info .coverage*
+	rm -rf .venv transfer/copy/*.so $(PROTO_VENV) .kvferry/rdma .kvferry/vllm-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

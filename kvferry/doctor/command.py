@@ -20,6 +20,7 @@ from kvferry.doctor.devices import check_gpu, check_gpu_direct, check_peers, che
 from kvferry.doctor.finding import Finding, State, fail, ok, read_line, warn
 from kvferry.doctor.host import (
     check_clock,
+    check_compiled_copies,
     check_memlock,
     check_open_files,
     check_packages,
@@ -28,6 +29,7 @@ from kvferry.doctor.host import (
     check_python,
     check_shared_memory,
     check_versions,
+    has_compiled_copies,
     installed_version,
     pinned_versions,
     read_clock,
@@ -83,6 +85,7 @@ def examine(root: Path = _ROOT) -> Iterator[Finding]:
     yield check_python(sys.version_info[:3])
     yield check_packages(installed_version)
     yield check_versions(installed_version, required_versions(), pinned_versions())
+    yield check_compiled_copies(has_compiled_copies())
     devices = rdma_devices(root)
     yield ucx_devices(devices)
     yield from check_rdma(list(read_ports(root)), has_verbs=bool(list((root / "dev/infiniband").glob("uverbs*"))))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import kvferry
+import transfer
 from kvferry.doctor.finding import Finding, fail, ok, read_line, warn
 from transfer.registry.options import FILES_OF_A_RANK, FILES_PER_SESSION, MAX_SESSIONS, most_sessions
 
@@ -63,6 +64,20 @@ def check_packages(version_of: Callable[[str], str | None]) -> Finding:
     if missing:
         return fail("packages", text, f"pip install -c constraints.txt {' '.join(missing)}")
     return ok("packages", text)
+
+
+def check_compiled_copies(is_built: bool) -> Finding:
+    """Warn if the installation lacks the compiled copies of KV in host memory."""
+    name = "copies in host memory"
+    if is_built:
+        return ok(name, "compiled code")
+    fix = "install gcc and Python's headers (Debian: apt-get install gcc python3-dev), then make setup or pip install ."
+    return warn(name, "NumPy, which is slower: the compiled code was not built when kvferry was installed", fix)
+
+
+def has_compiled_copies() -> bool:
+    """Return whether the extension module is there, without an import of torch."""
+    return any((Path(transfer.__file__).parent / "copy").glob("_host_copy*.so"))
 
 
 def required_versions() -> dict[str, str]:

@@ -99,6 +99,8 @@ OPEN_DRIVER, CLOSED_DRIVER = "NVIDIA UNIX Open Kernel Module for x86_64", "NVIDI
         (versions(torch="2.13.0+cpu", grpcio="1.85.1", rich="15.0.0"), State.OK, "3 packages, all as tested", ""),
         (versions(torch="2.9.1", grpcio="1.85.1"), State.FAIL, "torch 2.9.1 is older than 2.11", "--upgrade torch"),
         (versions(torch="2.14.0", rich="14.0.0"), State.WARN, "rich 14.0.0 (tested: 15.0.0), torch 2.14.0", "rich torch"),
+        (host.check_compiled_copies(True), State.OK, "compiled code", ""),
+        (host.check_compiled_copies(False), State.WARN, "NumPy, which is slower", "gcc"),
         (host.check_ucx("UCX 1", UCX, []), State.OK, "no RDMA device", ""),
         (host.check_ucx("UCX 1", UCX, ["mlx5_0"]), State.WARN, "none of the RDMA devices mlx5_0", "transport.name: nixl"),
         (host.check_ucx("UCX 1", ["self/memory", "rc_mlx5/mlx5_0:1"], ["mlx5_0"]), State.OK, "rc_mlx5", ""),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from transfer.copy import Kernels, add_digest, torch_copy
 from transfer.copy.digest import DIGEST_WORDS, DIGEST_XXH3, STEP, HostDigest, digest, digests_for, words_sum
-from transfer.errors import ConfigError
+from transfer.errors import ConfigError, LocalProtocolError
 
 MASK = 2**64 - 1
 ALGORITHMS = (DIGEST_XXH3, DIGEST_WORDS)
@@ -54,6 +54,17 @@ def test_parts_of_any_size_are_the_whole(payload: bytes, cuts: list[int]) -> Non
     assert digest(payload, DIGEST_WORDS) == by_definition(payload)
     tensor = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
     assert int(torch_copy.words_sum(tensor)) % 2**64 == digest(payload, DIGEST_WORDS)
+
+
+def test_a_digest_of_the_whole_is_not_mixed_with_parts() -> None:
+    whole, parts = HostDigest(DIGEST_XXH3), HostDigest(DIGEST_XXH3)
+    whole.take(7)
+    assert whole.value() == 7
+    with pytest.raises(LocalProtocolError, match="a part of 4 bytes follows the digest of the whole payload"):
+        whole.update(b"more")
+    parts.update(b"part")
+    with pytest.raises(LocalProtocolError, match="digest of a whole payload is given after parts of it"):
+        parts.take(7)
 
 
 def test_large_payloads_are_summed_over_blocks() -> None:

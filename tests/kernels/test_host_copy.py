@@ -1,22 +1,28 @@
-"""The host-memory implementation agrees with the reference bit for bit, and copies as few pieces as it can."""
+"""Both host-memory implementations agree with the reference bit for bit, and the NumPy one copies as few pieces as it can."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.kernel_cases import Case, assert_agrees, assert_same_pools, cases, fill
-from transfer.copy import head_slice_copier, host_copy
+from transfer.copy import compiled_copy, head_slice_copier, host_copy
+from transfer.copy.compiled_copy import IS_BUILT, CompiledCopier
+from transfer.copy.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest, digest
 from transfer.copy.host_copy import HostCopier, TokenRun, plan_tokens
 from transfer.copy.torch_copy import TorchCopier
 from transfer.layout import DType, KVLayout, Range, Shard, TokenOrder, WireBuffer
 from transfer.pool.kv_pool import LayerBuffers, PagedKVPool, as_words
+
+needs_compiled = pytest.mark.skipif(not IS_BUILT, reason="transfer.copy._host_copy is not built: make setup builds it")
 
 
 @pytest.mark.parametrize("limits", [{}, {"MIN_BYTES_FOR_TORCH": 0}, {"BLOCK_BYTES": 1}, {"BLOCK_BYTES": 700}], ids=str)
@@ -28,6 +34,45 @@ def test_agrees_with_the_reference(limits: dict[str, int], case: Case) -> None:
         for name, value in limits.items():
             patch.setattr(host_copy, name, value)
         assert_agrees(case, HostCopier)
+
+
+@needs_compiled
+@pytest.mark.parametrize("constants", [{}, {"MIN_STREAMED_BYTES": 0}, {"HAS_AVX2": False}], ids=str)
+@settings(max_examples=100)
+@given(case=st.one_of(cases(), cases(max_page_size=256, max_pages=30, max_dim=3)))
+def test_compiled_code_agrees_with_the_reference(constants: dict[str, Any], case: Case) -> None:
+    """As it is; past the caches; and as on a processor without AVX2."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in constants.items():
+            patch.setattr(compiled_copy, name, value)
+        assert_agrees(case, CompiledCopier)
+
+
+@needs_compiled
+@pytest.mark.parametrize("has_avx2", [True, False])
+@pytest.mark.parametrize("page_bytes", [64, 100, 1024, 4096])
+@pytest.mark.parametrize("num_pages", [1, 2, 3, 16, 17, 33, 50])
+def test_digests_of_compiled_code_are_those_of_other_releases(
+    num_pages: int, page_bytes: int, has_avx2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At sizes around the limits of XXH3: short inputs, whole and part stripes, and blocks of 1,024 bytes."""
+    monkeypatch.setattr(compiled_copy, "HAS_AVX2", has_avx2 and compiled_copy.HAS_AVX2)
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=page_bytes, dtype=DType.INT8)
+    pool = PagedKVPool(layout=layout, shard=Shard(page_size=1), num_pages=64)
+    pool.buffer(0, is_v=False).random_()
+    num_bytes, heads = num_pages * page_bytes, Range(begin=0, end=1)
+    tokens = Range(begin=0, end=num_pages)
+    buffer = WireBuffer(layer=0, is_v=False, tokens=tokens, row_bytes=page_bytes, offset_bytes=0)
+    plan = CompiledCopier(pool, heads=heads, wire_dtype=DType.INT8).plan([buffer])
+    for algorithm, expected in ((DIGEST_XXH3, lambda wire: xxhash.xxh3_64_intdigest(wire.numpy())), (DIGEST_WORDS, by_numpy)):
+        for copy in (plan.gather, plan.scatter):
+            wire, found = torch.randint(256, (num_bytes,), dtype=torch.uint8), HostDigest(algorithm)
+            copy(torch.randperm(64), wire, digest=found)
+            assert found.value() == expected(wire)
+
+
+def by_numpy(wire: torch.Tensor) -> int:
+    return digest(wire, DIGEST_WORDS)
 
 
 @settings(max_examples=50)
@@ -68,7 +113,10 @@ def uneven() -> list[LayerBuffers]:
 
 @pytest.mark.parametrize("wire_dtype", [DType.FLOAT32, DType.BFLOAT16])
 @pytest.mark.parametrize("own", [interleaved, uneven])
-def test_works_on_an_engines_own_tensors(own: Callable[[], list[LayerBuffers]], wire_dtype: DType) -> None:
+@pytest.mark.parametrize("implementation", [HostCopier, pytest.param(CompiledCopier, marks=needs_compiled)])
+def test_works_on_an_engines_own_tensors(
+    implementation: type[HostCopier], own: Callable[[], list[LayerBuffers]], wire_dtype: DType
+) -> None:
     layout, shard = KVLayout.uniform(num_layers=2, num_kv_heads=4, head_dim=6, dtype=DType.FLOAT32), Shard(page_size=4)
     pool, *targets = (PagedKVPool(layout=layout, shard=shard, num_pages=7, buffers=own()) for _ in range(3))
     fill(pool, seed=1)
@@ -85,7 +133,7 @@ def test_works_on_an_engines_own_tensors(own: Callable[[], list[LayerBuffers]], 
     ]
     wires = [torch.zeros(4 * 15 * 12 * element_bytes, dtype=torch.uint8) for _ in range(2)]
     pages = torch.tensor([6, 0, 2, 3, 5])
-    for kind, target, wire in zip((HostCopier, TorchCopier), targets, wires, strict=True):
+    for kind, target, wire in zip((implementation, TorchCopier), targets, wires, strict=True):
         kind(pool, heads=Range(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).gather(pages, wire)
         kind(target, heads=Range(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).scatter(pages, wires[0])
     assert torch.equal(*wires) and bool(wires[0].any())
@@ -137,4 +185,4 @@ def test_a_cpu_pool_needs_no_triton() -> None:
         "print(type(copier).__name__, 'triton' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["HostCopier", "False"]
+    assert done.stdout.split() == ["CompiledCopier" if IS_BUILT else "HostCopier", "False"]

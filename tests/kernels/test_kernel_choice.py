@@ -6,7 +6,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from transfer.copy import Kernels, choose_kernels
+from transfer.copy import Kernels, choose_kernels, kernel_choice
 from transfer.errors import ConfigError
 
 HOST = torch.device("cpu")
@@ -42,7 +42,13 @@ def test_plain_torch_is_taken_without_a_probe() -> None:
     assert choose_kernels("torch", HOST) is Kernels.TORCH
 
 
-def test_numpy_copies_in_host_memory() -> None:
+@pytest.mark.parametrize(("is_built", "kernels"), [(True, Kernels.COMPILED), (False, Kernels.NUMPY)])
+def test_numpy_copies_in_host_memory_where_nothing_was_compiled(
+    is_built: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_choice, "IS_BUILT", is_built)
+    choose_kernels.cache_clear()
     with capture_logs() as lines:
-        assert choose_kernels("auto", HOST) is choose_kernels("auto", HOST) is Kernels.NUMPY
-    assert [(line["event"], line["kernels"]) for line in lines] in ([("kernels_chosen", "numpy")], [])  # once for each process
+        assert choose_kernels("auto", HOST) is choose_kernels("auto", HOST) is kernels
+    choose_kernels.cache_clear()
+    assert [(line["event"], line["kernels"]) for line in lines] == [("kernels_chosen", kernels)]  # once for each process

@@ -171,7 +171,8 @@ def imports_of(path: str, source: str) -> Iterator[Import]:
             module = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
                 submodule = f"{module}.{alias.name}"
-                exists = (ROOT / _file_of(submodule)).exists()
+                file = ROOT / _file_of(submodule)
+                exists = file.exists() or file.with_suffix(".pyi").exists()  # an extension module has a stub
                 yield Import(module=submodule if exists else module, line=node.lineno)
 
 

@@ -1,6 +1,6 @@
 """Gather and scatter: head slices of paged KV to contiguous wire bytes, and back.
 
-There are implementations in NumPy, Triton and plain torch (`kernel_choice`). All of them agree bit for bit with
+There are implementations in C, NumPy, Triton and plain torch (`kernel_choice`). All of them agree bit for bit with
 `transfer.copy.torch_copy`. Triton is imported only where it is used. `piece_copier.PieceCopier` applies them to the pieces of
 requests. A copy queue runs the copies beside the owner's loop.
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from transfer.copy import torch_copy
+from transfer.copy.compiled_copy import CompiledCopier
 from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory
 from transfer.copy.digest import HostDigest
 from transfer.copy.host_copy import HostCopier
@@ -64,6 +65,8 @@ def head_slice_copier(
     match kernels or Kernels.fastest(pool.device):
         case Kernels.TORCH:
             kind = TorchCopier
+        case Kernels.COMPILED:
+            kind = CompiledCopier if pool.has_adjacent_elements else StridedCopier
         case Kernels.NUMPY:
             kind = HostCopier if pool.has_adjacent_elements else StridedCopier
         case Kernels.TRITON:

@@ -82,10 +82,15 @@ class HostDigest:
         self._sum = 0
         self._num_words = 0
         self._rest = b""  # of a word that is not whole yet
+        self._has_parts = False
+        self._whole: int | None = None
 
     def update(self, part: Any) -> None:
         """Take in the bytes after the last part. For `part` and errors see `digest`."""
         view = _bytes_of(part)
+        if self._whole is not None:
+            raise LocalProtocolError(f"a part of {len(view)} bytes follows the digest of the whole payload")
+        self._has_parts = True
         if self.algorithm == DIGEST_XXH3:
             self._xxh3.update(view)
             return
@@ -100,8 +105,16 @@ class HostDigest:
         self._add(np.frombuffer(view[:whole], dtype=np.uint64))
         self._rest = view[whole:].tobytes()
 
+    def take(self, value: int) -> None:
+        """Take in the digest of the whole payload, which a copy has computed. Raise LocalProtocolError after another part."""
+        if self._has_parts:
+            raise LocalProtocolError("the digest of a whole payload is given after parts of it")
+        self._has_parts, self._whole = True, value
+
     def value(self) -> int:
         """Return the digest of all parts so far, in [0, 2**64)."""
+        if self._whole is not None:
+            return self._whole
         if self.algorithm == DIGEST_XXH3:
             return self._xxh3.intdigest()
         if not self._rest:

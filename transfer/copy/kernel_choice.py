@@ -1,4 +1,4 @@
-"""Choose the implementation of a rank's copies: NumPy, Triton, or plain torch where Triton cannot compile.
+"""Choose the implementation of a rank's copies: compiled code or NumPy, Triton, or plain torch where Triton cannot compile.
 
 Triton needs more than a GPU: a C compiler for its launchers, ptxas, a writable cache, and support for the chip. Only a
 compilation shows whether all of these exist. So a rank compiles and runs a small kernel when it starts.
@@ -13,6 +13,7 @@ from typing import Literal
 import structlog
 import torch
 
+from transfer.copy.compiled_copy import IS_BUILT
 from transfer.copy.digest import DIGEST_WORDS, digest
 from transfer.errors import ConfigError
 
@@ -24,14 +25,17 @@ PROBE_BYTES = 64
 class Kernels(StrEnum):
     """Implementations of gather, scatter, digest and moves of pages. All agree bit for bit."""
 
-    NUMPY = "numpy"  # for pools in host memory
+    COMPILED = "compiled"  # for pools in host memory, see `transfer.copy.compiled_copy`
+    NUMPY = "numpy"  # for pools in host memory, without the compiled code
     TRITON = "triton"  # for pools on a GPU
     TORCH = "torch"  # on every device, see `transfer.copy.torch_copy`
 
     @classmethod
     def fastest(cls, device: torch.device) -> Kernels:
         """Return the fastest implementation for pools on `device`."""
-        return cls.NUMPY if device.type == "cpu" else cls.TRITON
+        if device.type != "cpu":
+            return cls.TRITON
+        return cls.COMPILED if IS_BUILT else cls.NUMPY
 
 
 @cache
@@ -53,8 +57,11 @@ def choose_kernels(setting: Literal["auto", "triton", "torch"], device: torch.de
     if device.type == "cpu":
         if setting == "triton":
             raise ConfigError("kernels is triton, and the pool is in host memory, where Triton does not run: set it to auto")
-        log.info("kernels_chosen", kernels="numpy", device=str(device), reason="the pool is in host memory")
-        return Kernels.NUMPY
+        kernels = Kernels.fastest(device)
+        built = "was" if kernels is Kernels.COMPILED else "was not"
+        reason = f"the pool is in host memory, and the compiled code {built} built at install time"
+        log.info("kernels_chosen", kernels=kernels.value, device=str(device), reason=reason)
+        return kernels
     defect = triton_defect(device)
     if not defect:
         log.info("kernels_chosen", kernels="triton", device=str(device), reason="a kernel was compiled and gave the right result")

@@ -162,7 +162,7 @@ def movement_of(
             from transfer.copy.torch_copy import TorchPageMovement
 
             return TorchPageMovement(pool, host, buffer_bytes=buffer_bytes)
-        case Kernels.NUMPY:
+        case Kernels.COMPILED | Kernels.NUMPY:
             from transfer.copy.host_page_mover import HostPageMovement
 
             return HostPageMovement(pool, host)

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
 from kvferry.local_cluster.node import ClusterNode
 from tests.cluster.calls import Answer, Caller, Reference, prompt, status_of, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, POOL_TOKENS, START_TIMEOUT_S, Start
+from transfer.copy.kernel_choice import Kernels
 from transfer.pb import kvferry_pb2 as pb
 
 pytestmark = pytest.mark.timeout(240)
@@ -92,7 +94,8 @@ def check_kernels(cluster: LocalCluster) -> None:
     """The log of each node names the kernels of its ranks."""
     for node in cluster.nodes:
         chosen = {line["kernels"] for line in node.log.events("kernels_chosen")}
-        assert chosen == {"torch" if "kernels" in cluster.spec.tier(node.role).all_settings() else "numpy"}
+        is_set = "kernels" in cluster.spec.tier(node.role).all_settings()
+        assert chosen == {"torch" if is_set else Kernels.fastest(torch.device("cpu"))}
 
 
 async def chosen_plan(cluster: LocalCluster) -> pb.ChunkPlanInfo:
