@@ -21,7 +21,7 @@ from kvferry.demo.kinds import cached_demo_model
 from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
 from transfer.errors import TransferError
 
-TARGET_S: Final = 30.0
+TARGET_S: Final = 13.0
 """Target for a cluster of two prefill and two decode nodes, until all nodes have joined."""
 
 

@@ -1,4 +1,4 @@
-"""Start and end the fork server, the process that forks the ranks of a node.
+"""Start and end the fork server, the process that forks the ranks of a node, or use that of a local cluster.
 
 The fork server only imports the modules that every rank needs, which takes seconds. It has no threads of ours, no sockets of its
 own and no CUDA context. The leader starts it before the settings are known. Both processes import at the same time.
@@ -18,12 +18,14 @@ import signal
 import tempfile
 from collections.abc import Sequence
 from types import FrameType
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from node_runtime.process_setup import prepare_process, streaming_copies
 
 MODULES_AT: Final = "KVFERRY_FORK_SERVER_MODULES"
 """Environment variable of the fork server: path of the pipe from which it reads module names, one per line."""
+SHARED_AT: Final = "FORK_SERVER_OF_KVFERRY"  # not KVFERRY_...: the daemons reject unknown names with that prefix
+"""Environment variable of a node: path of the socket of a fork server that several nodes share. See docs/adr/0064."""
 _MAIN: Final = "node_runtime.fork_server_main"
 _WITHOUT_RANKS: Final = frozenset(("--check-config", "--help"))
 _STOPPED: Final = 0  # `exit_codes.OK`; importing that module would delay the fork server by 20 ms
@@ -41,8 +43,9 @@ def start_early(arguments: Sequence[str]) -> None:
             signal.signal(number, _stop)
         prepare_process()
         atexit.register(end_fork_server)  # an invalid command line exits without `run_daemon`
-        with contextlib.suppress(OSError):  # `start_fork_server` reports it
-            _begin(("torch",))  # its import takes longest
+        if SHARED_AT not in os.environ:
+            with contextlib.suppress(OSError):  # `start_fork_server` reports it
+                _begin(("torch",))  # its import takes longest
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -63,7 +66,8 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 def start_fork_server(preload: Sequence[str] = ()) -> None:
     """Start the fork server with SIGTERM blocked and with `streaming_copies`; every rank inherits both.
 
-    If it waits for module names, send it the names. If it already runs with them, do nothing. Return before the imports are done.
+    If it waits for module names, send it the names. If it already runs with them, or if `SHARED_AT` names one, start none. Return
+    before the imports are done.
 
     A service manager sends SIGTERM to all processes of the node, and only the leader may react to it. The leader learns of the
     end of a rank from the fork server. If the fork server ended, all ranks would seem dead.
@@ -74,6 +78,9 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
     Raises:
         ConfigError: The folder for temporary files has a path that is too long for a socket, or cannot be written.
     """
+    if SHARED_AT in os.environ:
+        _share(os.environ[SHARED_AT])
+        return
     try:
         _begin(preload)
     except OSError as error:
@@ -110,23 +117,55 @@ def _begin(modules: Sequence[str]) -> None:
         os.write(_pipe[1], "".join(f"{name}\n" for name in modules).encode())
 
 
+def _share(address: str) -> None:
+    """Let the standard library fork from the fork server at this address, which another process has started.
+
+    The standard library shares a fork server with descendants of its starter only, and has no public function for others.
+    """
+    client = _client()
+    if client._forkserver_address != address:
+        client._forkserver_address = address
+        # Each process that forks keeps its fork server alive with such a descriptor. The owner of the cluster ends this one.
+        client._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        client.ensure_running = multiprocessing.resource_tracker.ensure_running
+
+
+def leave_shared_fork_server() -> bool:
+    """Use a fork server of this process from now on. Return False if no other was used."""
+    client = _client()
+    if os.environ.pop(SHARED_AT, None) is None or "ensure_running" not in vars(client):
+        return False
+    del client.ensure_running
+    os.close(client._forkserver_alive_fd)
+    client._forkserver_address = client._forkserver_alive_fd = None
+    return True
+
+
+def can_share() -> bool:
+    """Return whether the standard library can use another process's fork server. Python 3.14 authenticates its clients."""
+    return not hasattr(_client(), "_forkserver_authkey")
+
+
+def _client() -> Any:
+    return multiprocessing.forkserver._forkserver
+
+
 def end_fork_server() -> None:
-    """Kill the fork server and wait for its end. Do nothing if it does not run. Call this only when no rank is left.
+    """Kill the fork server of this process and wait for its end. Do nothing if there is none. Call this when no rank is left.
 
     SIGKILL is safe, because the fork server has no data to write. A normal exit takes a second or more, because it unloads torch.
     The standard library has no public function for either way.
     """
-    stop = getattr(getattr(multiprocessing.forkserver, "_forkserver", None), "_stop", None)
     pid = fork_server_pid()
-    if pid is not None and stop is not None:
+    if pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        stop()
+        _client()._stop()
     while _pipe:
         os.close(_pipe.pop())
 
 
 def fork_server_pid() -> int | None:
-    """Return the process id of the fork server; None means that no fork server runs."""
-    pid: int | None = getattr(getattr(multiprocessing.forkserver, "_forkserver", None), "_forkserver_pid", None)
+    """Return the process id of the fork server of this process; None means that it has started none."""
+    pid: int | None = _client()._forkserver_pid
     return pid

@@ -13,8 +13,10 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd
+from typing import Any
 
-from node_runtime.fork_server import start_fork_server
+from node_runtime.fork_server import leave_shared_fork_server, start_fork_server
 from node_runtime.rank_worker import RankSpec
 
 
@@ -37,7 +39,8 @@ class RankGroup:
         self._is_stopping = False
         self._watched: set[int] = set()
         self._processes: list[BaseProcess] = [
-            context.Process(target=entry, args=(spec,), name=f"{name}-{rank}", daemon=True) for rank, spec in enumerate(specs)
+            context.Process(target=_run, args=(_Output(), entry, spec), name=f"{name}-{rank}", daemon=True)
+            for rank, spec in enumerate(specs)
         ]
 
     @property
@@ -63,7 +66,13 @@ class RankGroup:
         for process in self._processes:
             if self._is_stopping:
                 return
-            process.start()
+            try:
+                process.start()
+            except OSError:  # a shared fork server has ended
+                if not leave_shared_fork_server():
+                    raise
+                start_fork_server(self._preload)
+                process.start()
 
     def _exited(self, rank: int, on_exit: Callable[[int, int], None]) -> None:
         process = self._processes[rank]
@@ -99,6 +108,27 @@ class RankGroup:
             while process.is_alive():
                 await asyncio.sleep(0.005)
             process.join(timeout=0)
+
+
+class _Output:
+    """Standard output and standard error of the leader. A rank receives them when it unpickles this object.
+
+    A fork server that several nodes share has other ones.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _use_output, (DupFd(1), DupFd(2))
+
+
+def _use_output(*ends: Any) -> None:
+    for number, end in enumerate(ends, start=1):
+        descriptor = end.detach()
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
+def _run(output: None, entry: Callable[[RankSpec], None], spec: RankSpec) -> None:
+    entry(spec)
 
 
 def watch_leader(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> None:

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvferry.local_cluster import process_guard
+from kvferry.local_cluster.fork_server import SharedForkServer
 from kvferry.local_cluster.node import ClusterNode, NodeFailed
 from kvferry.local_cluster.spec import ROLES, ClusterSpec, Role, TierSpec, child_environment
 from node_runtime import exit_codes
@@ -81,6 +82,7 @@ class LocalCluster:
         self._extra_environment = dict(environment or {})
         self._folder: Path | None = None
         self._guard: subprocess.Popen[bytes] | None = None
+        self._fork_server: SharedForkServer | None = None
         self._ports: dict[str, socket.socket] = {}  # by name of the node
         self._nodes: dict[str, ClusterNode] = {}
 
@@ -155,7 +157,8 @@ class LocalCluster:
         ports = {name: held.getsockname()[1] for name, held in self._ports.items()}
         prefill = [f"{_HOST}:{ports[name]}" for name in self.spec.names("prefill")]
         command = self.spec.command(role, port=ports[name], prefill_addresses=prefill, ready_file=ready_file)
-        node = self._nodes[name] = ClusterNode(role, command, self.environment, folder, name=name, security=self._security)
+        environment = self.environment | ({} if self._fork_server is None else self._fork_server.variables)
+        node = self._nodes[name] = ClusterNode(role, command, environment, folder, name=name, security=self._security)
         node.launch()
         return node
 
@@ -197,6 +200,7 @@ class LocalCluster:
             for node in (*self.decode_nodes, *self.prefill_nodes):
                 node.terminate()
             await self._until(lambda: all(node.exit_code is not None for node in self.nodes), _STOP_S)
+            self._end_fork_server()
             await self._until(lambda: not self.processes(), _FADE_S)
         finally:
             self.kill()
@@ -209,6 +213,7 @@ class LocalCluster:
             return
         survivors = self.processes()
         process_guard.kill_all(self._token, timeout_s=_KILL_S)
+        self._end_fork_server()
         for node in self.nodes:
             node.reap(_KILL_S)
         codes = {node.name: node.exit_code or 0 for node in self.nodes}
@@ -234,6 +239,12 @@ class LocalCluster:
         self._folder = Path(tempfile.mkdtemp(prefix="kvferry-"))
         command = [sys.executable, "-I", "-S", process_guard.__file__, self._token, str(self._folder)]
         self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._fork_server = SharedForkServer.for_cluster(self.spec, self._folder, self.environment)
+
+    def _end_fork_server(self) -> None:
+        if self._fork_server is not None:
+            self._fork_server.end()
+            self._fork_server = None
 
     def _opened(self) -> Path:
         if self._folder is None:

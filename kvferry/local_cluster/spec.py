@@ -122,9 +122,13 @@ class ClusterSpec:
         command += ["--log-format", "json", "--log-level", self.log_level]
         if role == "decode":
             command += [part for address in prefill_addresses for part in ("--prefill-node", address)]
-        for path, value in self.settings_of(role).items():
-            command += ["--set", f"{path}={_text(value)}"]
+        for override in self.overrides(role):
+            command += ["--set", override]
         return command
+
+    def overrides(self, role: Role) -> list[str]:
+        """Return the settings of the tier's nodes as ``path=value``."""
+        return [f"{path}={_text(value)}" for path, value in self.settings_of(role).items()]
 
 
 def _text(value: object) -> str:

@@ -6,6 +6,7 @@ A missing module only makes starts slow, and no other test notices it. The fork 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -21,6 +22,8 @@ import pytest
 
 from embedded_engine.architectures import ARCHITECTURES
 from embedded_engine.model_config import modules_of
+from kvferry.local_cluster.fork_server import modules_for
+from kvferry.local_cluster.spec import ClusterSpec, TierSpec
 from node_runtime import exit_codes
 from node_runtime.node_role import preloaded_modules
 from node_runtime.process_setup import TUNABLES, tunables
@@ -139,6 +142,18 @@ def test_the_module_of_an_architecture_has_its_class(name: str, tmp_path: Path) 
     assert found is not None and found.origin is not None
     text = Path(found.origin).parent.joinpath(*module.split(".")[1:]).with_suffix(".py").read_text()
     assert f"\nclass {name}(" in text
+
+
+def test_modules_of_a_shared_fork_server(tmp_path: Path) -> None:
+    model = TierSpec(model=model_of(tmp_path, "LlamaForCausalLM"))
+    lean = "embedded_engine.without_accelerate"
+    modules = modules_for(ClusterSpec(prefill=model, decode=model))
+    assert modules is not None and modules.index(lean) == 0 and {*PREFILL, *DECODE} <= set(modules)
+    assert len(modules) == len(set(modules))
+    sharded = dataclasses.replace(model, tp_size=2)
+    assert lean not in (modules_for(ClusterSpec(prefill=model, decode=sharded)) or (lean,)), "its ranks need accelerate"
+    invalid = dataclasses.replace(model, page_size=0)
+    assert modules_for(ClusterSpec(prefill=model, decode=invalid)) is None, "the node reports the error"
 
 
 def test_modules_of_a_role(tmp_path: Path) -> None:

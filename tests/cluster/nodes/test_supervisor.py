@@ -7,12 +7,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from kvferry.local_cluster.fork_server import SharedForkServer
 from node_runtime import supervisor as supervisor_module
 from node_runtime.fork_server import end_fork_server, fork_server_pid
 from node_runtime.rank_link import LeaderLink
@@ -30,6 +32,10 @@ GRACE_S = 0.01  # no rank dies within it
 
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 NO_MEMORY = "memory ran out; the log of the rank names the work and the settings"
@@ -250,14 +256,43 @@ async def test_sigterm_to_every_process_of_the_node_is_the_leaders_to_answer(tmp
         assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the leader itself still hears it"
 
 
-async def test_ranks_end_with_their_leader(tmp_path: Path) -> None:
-    leader = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.runtime.leader_process", str(tmp_path), stdout=asyncio.subprocess.PIPE
-    )
-    assert leader.stdout is not None
-    async with asyncio.timeout(30):
-        pids = [int(word) for word in (await leader.stdout.readline()).split()]
-    assert len(pids) == 2 and all(is_alive(pid) for pid in pids)
-    leader.kill()
-    await leader.wait()
+@asynccontextmanager
+async def leader_with_ranks(folder: Path, **environment: str) -> AsyncIterator[tuple[int, list[int]]]:
+    """Start a leader with two ranks and yield their process ids. Kill the leader, and wait until its ranks have ended."""
+    command = (sys.executable, "-m", "tests.runtime.leader_process", str(folder))
+    leader = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=os.environ | environment)
+    try:
+        assert leader.stdout is not None
+        async with asyncio.timeout(30):
+            pids = [int(word) for word in (await leader.stdout.readline()).split()]
+        assert len(pids) == 2 and all(is_alive(pid) for pid in pids)
+        yield leader.pid, pids
+    finally:
+        leader.kill()
+        await leader.wait()
     await until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+async def test_ranks_end_with_their_leader(tmp_path: Path) -> None:
+    async with leader_with_ranks(tmp_path):
+        pass
+
+
+async def test_leaders_share_a_fork_server_and_start_their_own_if_it_has_ended(tmp_path: Path) -> None:
+    """A rank has the standard output of its leader, ends with it, and leaves SIGTERM to it."""
+    server = SharedForkServer(tmp_path, os.environ, ["tests.runtime.preloaded"])
+    try:
+        async with (
+            leader_with_ranks(tmp_path, **server.variables) as (first, ranks),
+            leader_with_ranks(tmp_path, **server.variables) as (second, others),
+        ):
+            assert set(children_of(server.pid)) == {*ranks, *others}
+            for leader, own in ((first, ranks), (second, others)):
+                assert {os.readlink(f"/proc/{pid}/fd/1") for pid in own} == {os.readlink(f"/proc/{leader}/fd/1")}
+            for pid in others:
+                os.kill(pid, signal.SIGTERM)
+            assert all(map(is_alive, others))
+    finally:
+        server.end()
+    async with leader_with_ranks(tmp_path, **server.variables) as (leader, ranks):
+        assert {parent_of(parent_of(rank)) for rank in ranks} == {leader}
