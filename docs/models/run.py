@@ -175,6 +175,10 @@ RUNS = (
     bug("sessions", "timeout", "quarantine of a lost session ends on time-out", "user["),
     bug("sessions", "other_life", "words of another incarnation are heeded", "user["),
     bug("sessions", "access_ends_early", "a session is over while a gather is under way", "user["),
+    Run(model="heartbeats", name="rules", asks="only dead ends are declared dead, and in time", ends=True, is_quick=True),
+    bug("heartbeats", "own_interval", "each end applies the interval that it stated itself", "frozen["),
+    bug("heartbeats", "not_excused", "silence before the interval was shortened counts", "frozen["),
+    bug("heartbeats", "always_excused", "requests that come and go excuse all silence", "since[e]"),
 )
 
 

@@ -19,6 +19,7 @@ from transfer.layout import MAX_LAYERS, MAX_RANKS, DType, KVLayout, LayerKind, L
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry import convert
 from transfer.registry.convert import MAX_NAMES
+from transfer.registry.heartbeats import checked_idle_heartbeat_s
 from transfer.ring import MAX_PUBLISHED_RANGES, Grant, Watermark
 
 RING_BYTES = 1 << 20
@@ -111,6 +112,8 @@ def _check_watermark(ack: pb.WatermarkAck) -> None:
     watermark = convert.watermark_from_proto(ack, ring_capacity_bytes=RING_BYTES)
     require(0 <= watermark.position < 2**63 and len(watermark.released) <= MAX_PUBLISHED_RANGES, f"{watermark!r} has no bound")
     again = convert.watermark_to_proto(watermark, ring_capacity_bytes=RING_BYTES)
+    again.idle_heartbeat_s = checked_idle_heartbeat_s(ack.idle_heartbeat_s)  # no part of the ring's state
+    require(0 <= again.idle_heartbeat_s <= 10, "an interval without a bound")
     require(again == ack, "a watermark does not survive the wire")
 
 
@@ -144,6 +147,8 @@ def _attach() -> AttachRequest:
 def _samples() -> list[Message]:
     mark = Watermark(incarnation=22, sequence=7, position=3 * RING_BYTES + 512, released=(Grant(2**22, 2**22 + 256),))
     link = Link(prefill_rank=0, decode_rank=1, lane="ucx/shm", latency_s=1e-5, bandwidth_bytes_per_s=1e9)
+    ack = convert.watermark_to_proto(mark, ring_capacity_bytes=RING_BYTES)
+    ack.idle_heartbeat_s = 0.5
     return [
         convert.instance_to_proto(_instance(11)),
         convert.layout_to_proto(MIXED),
@@ -151,7 +156,7 @@ def _samples() -> list[Message]:
         convert.link_to_proto(link),
         convert.attach_request_to_proto(_attach()),
         convert.attach_response_to_proto(_answer()),
-        convert.watermark_to_proto(mark, ring_capacity_bytes=RING_BYTES),
+        ack,
         convert.sampling_to_proto(SamplingParams(temperature=0.5, top_p=0.9, top_k=7, seed=2**63 - 1)),
     ]
 

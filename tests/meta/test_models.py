@@ -45,7 +45,7 @@ def test_the_models_have_the_stages_messages_and_attempts_of_the_code() -> None:
 
 
 def test_every_rule_of_the_ring_is_asserted() -> None:
-    assert set(MODELS) == {run.model for run in RUNS} == {"ring", "transfer", "sessions"}
+    assert set(MODELS) == {run.model for run in RUNS} == {"ring", "transfer", "sessions", "heartbeats"}
     lines = [line for text in MODELS.values() for line in text.splitlines() if "assert(" in line]
     asserted = {rule for line in lines for rule in re.findall(r"R[1-6]", line)}
     assert asserted == {f"R{number}" for number in range(1, 7)}

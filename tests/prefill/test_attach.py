@@ -53,6 +53,9 @@ class NoSender:
     def on_watermark(self, number: int, watermark: Watermark) -> None:
         """It has no session to hear one."""
 
+    def sessions_in_use(self) -> set[int]:
+        return set()
+
     def close_session(self, number: int, reason: str) -> None:
         raise AssertionError("there is none")
 
@@ -236,6 +239,9 @@ class Sender:
 
     def is_direct(self, number: int) -> bool:
         return False
+
+    def sessions_in_use(self) -> set[int]:
+        return set()
 
     def watch_sessions(self, on_closed: Callable[[int, str], None]) -> None:
         self.on_closed = on_closed

@@ -16,6 +16,7 @@ from tests.protocol.machines import (
     cells,
     count_lines,
     drops,
+    incoming,
     messages,
     of_type,
 )
@@ -30,6 +31,7 @@ from transfer.messages import (
     GrantsIssued,
     WriterDrained,
 )
+from transfer.piece import SessionRoute
 from transfer.receive import events as rx
 from transfer.receive.state import ReceiverPiece
 from transfer.ring import Grant, StagingAllocator, grant_key
@@ -116,6 +118,21 @@ def test_a_watermark_without_room_for_every_range_goes_to_all_sessions_at_each_t
     assert arrive(0, first, writer=1) == [None]  # the first one with room for all
     assert not of_type(receiver.tell(rx.Tick()), rx.PublishWatermark)
     assert arrive(1, ask(1, writer=1), writer=1) == [frozenset({1})]
+
+
+def test_a_watermark_for_all_is_not_taken_to_be_known_where_no_request_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session gets it with its next heartbeat, and a request would wait for that."""
+    receiver, ask, arrive = two_writers(is_one_sided=True)
+    receiver.open(3)
+    first, second = ask(0, writer=1), ask(0, writer=2)
+    monkeypatch.setattr("transfer.receive.receiver.MAX_PUBLISHED_RANGES", 0)
+    assert arrive(0, second, writer=2) == [frozenset({2})]
+    assert arrive(0, first, writer=1) == [None]
+    assert receiver.machine.sessions_in_use == {1, 2}
+    receiver.tell(rx.IncomingExpected(request=incoming("s", [SessionRoute(route=receiver.routes[0], session=3)], num_tokens=8)))
+    assert receiver.machine.sessions_in_use == {1, 2, 3}
+    actions = receiver.ask(0, request_id="s", session=3, num_bytes=WHOLE_CHUNK // 2)
+    assert [publish.sessions for publish in of_type(actions, rx.PublishWatermark)] == [frozenset({3})]
 
 
 def test_a_writer_hears_at_once_that_it_may_use_bytes_that_no_watermark_named(monkeypatch: pytest.MonkeyPatch) -> None:

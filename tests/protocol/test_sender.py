@@ -29,7 +29,9 @@ from transfer.send.state import SenderPiece, SenderStage, SessionState, StagingS
 
 def test_a_request_goes_from_start_to_sent() -> None:
     sender = SenderHand()
+    assert sender.machine.sessions_in_use == set()
     (asked,) = messages(sender.start(num_tokens=4), GrantRequest)
+    assert sender.machine.sessions_in_use == {1}
     assert (asked.incarnation, asked.request_id, asked.route) == (PREFILL_LIFE, "r", 0)
     sender.grant({0: cells(0, 2)})
     (gather,) = of_type(sender.compute(0), tx.StartGather)
@@ -43,7 +45,7 @@ def test_a_request_goes_from_start_to_sent() -> None:
     assert [type(action) for action in actions] == [tx.PieceReleased, tx.OutgoingSent]  # the pages were released before
     (sent,) = of_type(actions, tx.OutgoingSent)
     assert (sent.stats.num_bytes, sent.stats.writes, sent.stats.writes_without_staging, sent.stats.resends) == (512, 1, 16, 0)
-    assert sender.machine.is_idle
+    assert sender.machine.is_idle and sender.machine.sessions_in_use == set()
 
 
 def test_the_times_of_a_transfer() -> None:

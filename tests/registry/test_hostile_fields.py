@@ -156,6 +156,7 @@ class Nodes:
                         memory=transport.register(StagingBuffer(num_bytes=RING_BYTES).tensor),
                         copier=AsyncMock(),  # its warm_up() does nothing
                         driver=SimpleNamespace(add=lambda session: None),
+                        sessions_in_use=frozenset,
                         open_session=lambda number, session, **values: None,
                         watch_sessions=self._watch_sessions,
                         close_session=lambda session, reason: self.on_session_closed(session, reason),
@@ -329,7 +330,7 @@ def abort(_: Nodes) -> pb.AbortRequest:
 
 def beat(_: Nodes) -> pb.WriterBeat:
     link = pb.LinkStatus(prefill_rank=1, decode_rank=1, lane="ucx/shm", latency_s=1e-5, bandwidth_bytes_per_s=1e9)
-    return pb.WriterBeat(session_id=SESSION, link=link)
+    return pb.WriterBeat(session_id=SESSION, link=link, idle_heartbeat_s=0.5)
 
 
 RPCS = {

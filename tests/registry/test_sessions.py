@@ -32,6 +32,7 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.convert import attach_request_to_proto
+from transfer.registry.heartbeat_timer import HeartbeatTimer
 from transfer.registry.options import CHANNEL_OPTIONS
 from transfer.registry.server import RegistryServer, TransferControlServicer, serve
 from transfer.ring import Grant, RingView, Watermark
@@ -83,6 +84,7 @@ class DecodeRank:
     protocol_version: int | None = None
     heartbeat_s: float = HEARTBEAT_S
     max_sessions: int | None = None
+    in_use: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.servicer = NoticingServicer(
@@ -92,6 +94,7 @@ class DecodeRank:
             on_attach=self.on_attach,
             on_session_lost=lambda session_id, reason: self.lost.append((session_id, reason)),
             on_link=lambda session_id, link: self.links.append((session_id, link)),
+            sessions_in_use=lambda: self.in_use,
             max_sessions=self.max_sessions,
         )
 
@@ -346,6 +349,55 @@ async def test_a_watermark_that_concerns_others_comes_with_the_next_heartbeat(ra
     await joined(rank, writer)
     rank.servicer.publish(watermark(2), ())
     await until(lambda: writer.seen[-1].sequence == 2, "the heartbeat")
+
+
+async def test_a_watermark_for_all_wakes_only_sessions_in_use(rank: DecodeRank, writer: Writer) -> None:
+    rank.heartbeat_s = rank.servicer.heartbeat_s = 10.0
+    idle, _ = await joined(rank, writer)
+    await until(lambda: rank.servicer.is_idle(idle.session_id), "the writer's first heartbeat")
+    rank.in_use.add(idle.session_id + 1)
+    used = await writer.client.attach(attach_request(prefill_rank=1), timeout_s=DEADLINE_S)
+    seen: list[Watermark] = []
+    writer.watch(used, on_watermark=seen.append)
+    await until(lambda: bool(seen), "the first ack")
+    rank.servicer.publish(watermark(2))
+    await until(lambda: seen[-1].sequence == 2, "the watermark")
+    await writer.client.attach(attach_request(instance(6)), timeout_s=DEADLINE_S)  # a message would come before this answer
+    assert writer.seen[-1].sequence == 1
+    rank.in_use.add(idle.session_id)  # not yet stated to its writer
+    rank.servicer.publish(watermark(3))
+    await until(lambda: writer.seen[-1].sequence == 3, "the watermark")
+
+
+async def test_a_session_states_the_interval_of_its_heartbeats(rank: DecodeRank, server: RegistryServer) -> None:
+    """0 soon after a request has begun, and later an interval again."""
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub: Any = pb_grpc.TransferControlStub(channel)
+        response = await stub.Attach(attach_request_to_proto(attach_request()))
+        call = stub.Watermarks()
+
+        async def stated_s() -> float:
+            await call.write(pb.WriterBeat(session_id=response.session_id, idle_heartbeat_s=10.0))
+            answer: pb.WatermarkAck = await asyncio.wait_for(call.read(), DEADLINE_S)
+            return answer.idle_heartbeat_s
+
+        assert await stated_s() == 1 / 32
+        rank.in_use.add(response.session_id)
+        assert await stated_s() == 0.0  # at once, although the interval is 10 s by now
+        rank.in_use.clear()
+        assert await stated_s() == 1 / 32
+        await call.write(pb.WriterBeat(session_id=response.session_id, idle_heartbeat_s=10.5))
+        await until(lambda: bool(rank.lost), "the loss")
+    assert "idle_heartbeat_s is 10.5" in rank.lost[0][1]
+
+
+async def test_a_writer_states_the_interval_of_its_heartbeats(rank: DecodeRank, writer: Writer) -> None:
+    in_use: set[int] = set()
+    response = await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
+    writer.watch(response, timer=HeartbeatTimer(lambda: in_use))
+    await until(lambda: rank.servicer.is_idle(response.session_id), "an interval")
+    in_use.add(response.session_id)
+    await until(lambda: not rank.servicer.is_idle(response.session_id), "a heartbeat of a session in use")
 
 
 async def test_heartbeats_keep_an_idle_session(rank: DecodeRank, writer: Writer) -> None:

@@ -130,7 +130,9 @@ class HeartbeatConfig(Section):
     """Heartbeats on every stream. Three missed heartbeats mean a dead peer."""
 
     interval_s: Annotated[float, BeforeValidator(no_bool), Field(ge=MIN_HEARTBEAT_S, le=MAX_HEARTBEAT_S)] = Field(
-        default=0.5, description="Seconds between heartbeats. A dead peer is noticed after 3 to 3.5 of them."
+        default=0.5,
+        description="Seconds between heartbeats. A dead peer is noticed after 3 to 3.5 of them. Ranks with many sessions send "
+        "fewer on sessions without requests, at least one every 10 s.",
     )
 
 

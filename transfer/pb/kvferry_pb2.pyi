@@ -407,26 +407,30 @@ class AttachResponse(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., decode: _Optional[_Union[InstanceInfo, _Mapping]] = ..., decode_rank: _Optional[int] = ..., answer: _Optional[bytes] = ..., ring_capacity: _Optional[int] = ..., control_address: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., protocol_version: _Optional[int] = ..., probe_bytes: _Optional[int] = ..., control_key: _Optional[bytes] = ..., local_control_address: _Optional[str] = ...) -> None: ...
 
 class WriterBeat(_message.Message):
-    __slots__ = ("session_id", "link")
+    __slots__ = ("session_id", "link", "idle_heartbeat_s")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
+    IDLE_HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     link: LinkStatus
-    def __init__(self, session_id: _Optional[int] = ..., link: _Optional[_Union[LinkStatus, _Mapping]] = ...) -> None: ...
+    idle_heartbeat_s: float
+    def __init__(self, session_id: _Optional[int] = ..., link: _Optional[_Union[LinkStatus, _Mapping]] = ..., idle_heartbeat_s: _Optional[float] = ...) -> None: ...
 
 class WatermarkAck(_message.Message):
-    __slots__ = ("incarnation", "sequence", "round", "tail", "released")
+    __slots__ = ("incarnation", "sequence", "round", "tail", "released", "idle_heartbeat_s")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     TAIL_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    IDLE_HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     sequence: int
     round: int
     tail: int
     released: _containers.RepeatedCompositeFieldContainer[ReleasedRange]
-    def __init__(self, incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., round: _Optional[int] = ..., tail: _Optional[int] = ..., released: _Optional[_Iterable[_Union[ReleasedRange, _Mapping]]] = ...) -> None: ...
+    idle_heartbeat_s: float
+    def __init__(self, incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., round: _Optional[int] = ..., tail: _Optional[int] = ..., released: _Optional[_Iterable[_Union[ReleasedRange, _Mapping]]] = ..., idle_heartbeat_s: _Optional[float] = ...) -> None: ...
 
 class ReleasedRange(_message.Message):
     __slots__ = ("begin", "end")

@@ -1011,8 +1011,8 @@ class TransferControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Watermarks(self, request_iterator, context):
-        """Keep a session alive. The decode rank sends its watermark at once, when it changes (coalesced) and at least every
-        `heartbeat_s`. The writer sends a heartbeat at least as often. For either side, three missed heartbeats, or the end of the
+        """Keep a session alive. The decode rank sends its watermark at once, when it changes (coalesced), and as a heartbeat. The writer
+        sends heartbeats at the same interval, see `idle_heartbeat_s`. For either side, three missed heartbeats, or the end of the
         stream, end the session. The first heartbeat names the session.
 
         INVALID_ARGUMENT: no first heartbeat. NOT_FOUND: the session is unknown or over. ALREADY_EXISTS: it has its stream already.

@@ -649,8 +649,8 @@ class TransferControlStub:
         transfer.pb.kvferry_pb2.WriterBeat,
         transfer.pb.kvferry_pb2.WatermarkAck,
     ]
-    """Keep a session alive. The decode rank sends its watermark at once, when it changes (coalesced) and at least every
-    `heartbeat_s`. The writer sends a heartbeat at least as often. For either side, three missed heartbeats, or the end of the
+    """Keep a session alive. The decode rank sends its watermark at once, when it changes (coalesced), and as a heartbeat. The writer
+    sends heartbeats at the same interval, see `idle_heartbeat_s`. For either side, three missed heartbeats, or the end of the
     stream, end the session. The first heartbeat names the session.
 
     INVALID_ARGUMENT: no first heartbeat. NOT_FOUND: the session is unknown or over. ALREADY_EXISTS: it has its stream already.
@@ -675,8 +675,8 @@ class TransferControlAsyncStub:
         transfer.pb.kvferry_pb2.WriterBeat,
         transfer.pb.kvferry_pb2.WatermarkAck,
     ]
-    """Keep a session alive. The decode rank sends its watermark at once, when it changes (coalesced) and at least every
-    `heartbeat_s`. The writer sends a heartbeat at least as often. For either side, three missed heartbeats, or the end of the
+    """Keep a session alive. The decode rank sends its watermark at once, when it changes (coalesced), and as a heartbeat. The writer
+    sends heartbeats at the same interval, see `idle_heartbeat_s`. For either side, three missed heartbeats, or the end of the
     stream, end the session. The first heartbeat names the session.
 
     INVALID_ARGUMENT: no first heartbeat. NOT_FOUND: the session is unknown or over. ALREADY_EXISTS: it has its stream already.
@@ -705,8 +705,8 @@ class TransferControlServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[transfer.pb.kvferry_pb2.WriterBeat],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[transfer.pb.kvferry_pb2.WatermarkAck], collections.abc.AsyncIterator[transfer.pb.kvferry_pb2.WatermarkAck]]:
-        """Keep a session alive. The decode rank sends its watermark at once, when it changes (coalesced) and at least every
-        `heartbeat_s`. The writer sends a heartbeat at least as often. For either side, three missed heartbeats, or the end of the
+        """Keep a session alive. The decode rank sends its watermark at once, when it changes (coalesced), and as a heartbeat. The writer
+        sends heartbeats at the same interval, see `idle_heartbeat_s`. For either side, three missed heartbeats, or the end of the
         stream, end the session. The first heartbeat names the session.
 
         INVALID_ARGUMENT: no first heartbeat. NOT_FOUND: the session is unknown or over. ALREADY_EXISTS: it has its stream already.

@@ -191,6 +191,7 @@ class PrefillSessions:
             on_attach=self.on_attach,
             on_session_lost=self._receiver.close_session,
             on_link=self.on_link,
+            sessions_in_use=self._receiver.sessions_in_use,
         )
         self._receiver.watch_sessions(self._on_session_closed, self._servicer.publish)
         self._server: RegistryServer | None = None

@@ -161,7 +161,7 @@ class PublishWatermark:
 
     Args:
         sessions: Sessions that the change concerns: a grant of theirs was released, or may be written now. Others can get it with
-            their next heartbeat. None means all sessions.
+            their next heartbeat. None means all sessions that have a request in flight at either end.
     """
 
     sessions: frozenset[int] | None

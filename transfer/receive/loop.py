@@ -168,6 +168,10 @@ class ReceiverLoop:
     def num_sessions(self) -> int:
         return len(self._sessions)
 
+    def sessions_in_use(self) -> set[int]:
+        """Return the open sessions of the requests that have any state left."""
+        return self._receiver.sessions_in_use
+
     @property
     def num_ending(self) -> int:
         """Closed sessions that are not proven to be over."""
@@ -194,8 +198,8 @@ class ReceiverLoop:
 
         Args:
             on_closed: Called after a session's transport was closed and the loop stopped reading its writer's messages.
-            publish: Called with the new watermark and the sessions that need it now. None means all sessions. Send it to the
-                other sessions from time to time.
+            publish: Called with the new watermark and the sessions that need it now. None means all sessions that have a request
+                in flight at either end. Send it to the other sessions from time to time.
         """
         self._on_session_closed, self._publish = on_closed, publish
 

@@ -33,7 +33,7 @@ can be repeated, so pieces are never counted.
 
 A watermark states all that is released, so a lost one does no harm. It goes only to the sessions that it concerns: those whose
 grants were released, and those whose grants have become writable without their knowledge. It has room for `MAX_PUBLISHED_RANGES`
-ranges. While there are more, they take turns, and every session gets each watermark.
+ranges. While there are more, they take turns, and every session in use gets a watermark at each tick.
 
 A failed or cancelled request is given up in two steps:
 
@@ -132,6 +132,16 @@ class Receiver:
     def requests(self) -> Mapping[str, ReceiverRequest]:
         """Requests that have any state left, by id. Read only."""
         return self._requests
+
+    @property
+    def sessions_in_use(self) -> set[int]:
+        """Open sessions of the requests that have any state left."""
+        return {
+            route.session
+            for request in self._requests.values()
+            for route in request.incoming.routes
+            if route.session in self._sessions
+        }
 
     @property
     def num_lost_sessions(self) -> int:
@@ -454,14 +464,14 @@ class Receiver:
     def _publish(self) -> None:
         """Publish the watermark to the sessions that it concerns.
 
-        While a watermark has no room for every released range, all sessions get one at each tick, because a session may wait for
-        a range that was left out. For the same reason, all sessions get the first watermark that has room for all ranges again.
+        While a watermark has no room for every released range, all sessions in use get one at each tick, because a session may
+        wait for a range that was left out. For the same reason, they get the first watermark that has room for all ranges again.
         """
         was_truncated, self._is_truncated = self._is_truncated, self.ring.num_ranges > MAX_PUBLISHED_RANGES
         is_for_all = (was_truncated and not self._is_truncated) or (self._is_truncated and self._is_tick)
         self._actions.append(PublishWatermark(sessions=None if is_for_all else frozenset(self._news_for)))
         self._published = self.ring.position
-        for session in self._sessions if is_for_all else self._news_for:
+        for session in self._news_for | self.sessions_in_use if is_for_all else self._news_for:
             self._told[session] = self._published
         self._news_for.clear()
         self._may_publish = False

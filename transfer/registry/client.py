@@ -6,7 +6,6 @@ One asyncio loop owns everything here, and every method is called on it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +21,8 @@ from transfer.registry.convert import (
     link_to_proto,
     watermark_from_proto,
 )
-from transfer.registry.heartbeats import HeartbeatWatch
+from transfer.registry.heartbeat_timer import HeartbeatTimer, SessionHeartbeats
+from transfer.registry.heartbeats import HeartbeatWatch, checked_idle_heartbeat_s
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText, Security
 from transfer.registry.status import error_of, readable
@@ -84,6 +84,7 @@ class TransferControlClient:
         heartbeat_s: float,
         on_watermark: Callable[[Watermark], None],
         on_lost: Callable[[str], None],
+        timer: HeartbeatTimer | None = None,
     ) -> SessionWatch:
         """Keep a session alive and receive its watermarks, until it is lost or closed.
 
@@ -92,6 +93,7 @@ class TransferControlClient:
             on_watermark: Called with each ack, including repeated ones (heartbeats). If it raises `RemoteProtocolError`, the
                 session ends.
             on_lost: Called exactly once, with the reason, unless `SessionWatch.close()` came first.
+            timer: Timer of all sessions of this process. None means that this session has one of its own.
         """
         return SessionWatch(
             self._stub(self._channel.current),
@@ -101,6 +103,7 @@ class TransferControlClient:
             heartbeats=HeartbeatWatch(heartbeat_s),
             on_watermark=on_watermark,
             on_lost=on_lost,
+            timer=HeartbeatTimer() if timer is None else timer,
         )
 
     async def close(self) -> None:
@@ -121,12 +124,14 @@ class SessionWatch:
         heartbeats: HeartbeatWatch,
         on_watermark: Callable[[Watermark], None],
         on_lost: Callable[[str], None],
+        timer: HeartbeatTimer,
     ) -> None:
         check_id("session_id", session_id)
         self._peer = peer
         self._session_id = session_id
         self._ring_capacity_bytes = ring_capacity_bytes
         self._heartbeats = heartbeats
+        self._timer = timer
         self._on_watermark = on_watermark
         self._on_lost = on_lost
         self._link: Link | None = None
@@ -137,7 +142,13 @@ class SessionWatch:
         self._call: grpc.aio.StreamStreamCall[Any, Any] = stub.Watermarks()
         self._reader = asyncio.ensure_future(self._read())
         self._writer = asyncio.ensure_future(self._write())
-        self._ticker = self._loop.call_later(heartbeats.tick_s, self._tick)
+        self._timed = SessionHeartbeats(
+            session_id=session_id,
+            watch=heartbeats,
+            on_due=self._wake.set,
+            on_silent=lambda reason: self._end(f"{peer} is silent: {reason}"),
+        )
+        timer.add(self._timed)
 
     def report_link(self, link: Link) -> None:
         """Report this writer's measurements of the link to the decode rank, with a heartbeat that is sent at once."""
@@ -159,7 +170,7 @@ class SessionWatch:
                 ack = readable(answer, method="Watermarks")
                 if self._is_over:
                     return
-                self._heartbeats.on_heartbeat()
+                self._heartbeats.on_heartbeat(checked_idle_heartbeat_s(ack.idle_heartbeat_s))
                 self.num_acks += 1
                 self._on_watermark(watermark_from_proto(ack, ring_capacity_bytes=self._ring_capacity_bytes))
         except grpc.aio.AioRpcError as error:
@@ -179,13 +190,16 @@ class SessionWatch:
             while not self._is_over:
                 self._wake.clear()
                 link, self._link = self._link, None
-                heartbeat = pb.WriterBeat(session_id=self._session_id, link=None if link is None else link_to_proto(link))
+                idle_s = self._timer.stated_idle_s(self._timed)
+                heartbeat = pb.WriterBeat(
+                    session_id=self._session_id,
+                    link=None if link is None else link_to_proto(link),
+                    idle_heartbeat_s=idle_s,
+                )
                 await self._call.write(heartbeat)
-                due_s = self._loop.time() + self._heartbeats.heartbeat_s
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(due_s):
-                        await self._wake.wait()
-                if self._loop.time() > due_s + self._heartbeats.tick_s:
+                self._heartbeats.on_sent(idle_s)
+                await self._wake.wait()
+                if self._timer.is_late(self._heartbeats):
                     # This process was stopped or busy, and the call may be over. A heartbeat that gRPC cannot send then would
                     # stand in for the reason of the end ("Internal error from Core"), unless the loop hears of the end first.
                     await asyncio.sleep(self._heartbeats.tick_s)
@@ -199,17 +213,11 @@ class SessionWatch:
         self._loop.call_exception_handler({"message": "watching a session failed", "exception": error})
         return f"watching the session failed: {error!r}"
 
-    def _tick(self) -> None:
-        if self._heartbeats.tick():
-            self._end(f"{self._peer} is silent: {self._heartbeats.describe()}")
-        elif not self._is_over:
-            self._ticker = self._loop.call_later(self._heartbeats.tick_s, self._tick)
-
     def _end(self, reason: str | None) -> None:
         if self._is_over:
             return
         self._is_over = True
-        self._ticker.cancel()
+        self._timer.remove(self._timed)
         self._wake.set()
         self._call.cancel()
         if asyncio.current_task() is not self._writer:

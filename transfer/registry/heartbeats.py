@@ -2,44 +2,104 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
-from transfer.errors import ConfigError
+from transfer.errors import ConfigError, RemoteProtocolError
 
 MISSED_HEARTBEATS: Final = 3
 TICKS_PER_HEARTBEAT: Final = 4
 
+IDLE_HEARTBEATS_PER_S: Final = 32
+"""Heartbeats that an end with many idle sessions exchanges in a second, in each direction. See docs/adr/0065."""
+
+MAX_IDLE_HEARTBEAT_S: Final = 10.0
+
+
+def idle_heartbeat_s(num_sessions: int) -> float:
+    """Return the interval that an end with this number of sessions states for those without requests."""
+    return min(MAX_IDLE_HEARTBEAT_S, num_sessions / IDLE_HEARTBEATS_PER_S)
+
+
+def checked_idle_heartbeat_s(stated_s: float) -> float:
+    """Return the interval that a peer states.
+
+    Raises:
+        RemoteProtocolError: It is not in [0, `MAX_IDLE_HEARTBEAT_S`].
+    """
+    if not 0 <= stated_s <= MAX_IDLE_HEARTBEAT_S:
+        raise RemoteProtocolError(f"heartbeat: idle_heartbeat_s is {stated_s:g}; it must be in [0, {MAX_IDLE_HEARTBEAT_S:g}]")
+    return stated_s
+
 
 class HeartbeatWatch:
-    """Count the owner's ticks since the last heartbeat.
+    """Count the owner's ticks since the last heartbeat, and since the last one that the owner sent.
 
     Ticks, not seconds: an owner that was stopped or busy has ticked only once when it goes on. So it reads the heartbeats that
     arrived meanwhile before it declares the peer dead. With `TICKS_PER_HEARTBEAT` ticks in a heartbeat, a dead peer is detected
     after 3 to 3.5 heartbeats.
 
+    Each end of a session states an interval in each heartbeat: 0 while a request is in flight, otherwise the interval that
+    suffices. Both ends apply the same rule to the last value of each end: `heartbeat_s` if either is 0, otherwise the largest.
+    An end that has shortened the interval allows its peer three of the new ones to hear of it.
+
     Args:
-        heartbeat_s: Seconds between heartbeats, above 0.
+        heartbeat_s: Seconds between heartbeats of a session in use, and of a join; above 0.
     """
 
     def __init__(self, heartbeat_s: float) -> None:
         if not 0 < heartbeat_s < float("inf"):
             raise ConfigError(f"heartbeat_s is {heartbeat_s}; it must be finite and above 0")
         self.heartbeat_s = heartbeat_s
+        self.own_idle_s = 0.0
+        """The interval that this end stated last."""
+        self.peer_idle_s = 0.0
+        """The interval that the peer stated last."""
         self._silent_ticks = 0
+        self._excused_ticks = 0  # of them, those before the interval was shortened
+        self._unsent_ticks = 0
 
     @property
     def tick_s(self) -> float:
         """Seconds between the owner's ticks."""
         return self.heartbeat_s / TICKS_PER_HEARTBEAT
 
-    def on_heartbeat(self) -> None:
-        self._silent_ticks = 0
+    @property
+    def is_in_use(self) -> bool:
+        """Whether one of the ends has stated that a request is in flight."""
+        return not (self.own_idle_s and self.peer_idle_s)
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between heartbeats, in both directions."""
+        return self.heartbeat_s if self.is_in_use else max(self.heartbeat_s, self.own_idle_s, self.peer_idle_s)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the owner must send a heartbeat now."""
+        return self._unsent_ticks >= math.floor(self.interval_s / self.tick_s)
+
+    def on_heartbeat(self, idle_s: float = 0.0) -> None:
+        """Record a heartbeat of the peer, and the interval that it states."""
+        self.peer_idle_s = idle_s
+        self._silent_ticks = self._excused_ticks = 0
+
+    def on_sent(self, idle_s: float) -> None:
+        """Record a heartbeat of this end, and the interval that it states."""
+        before_s = self.interval_s
+        self.own_idle_s = idle_s
+        self._unsent_ticks = 0
+        if self.interval_s < before_s:
+            self._excused_ticks = self._silent_ticks
+        elif self.interval_s > before_s:
+            self._excused_ticks = 0  # so that requests that come and go do not excuse a dead peer for ever
 
     def tick(self) -> bool:
         """Count a tick. Return whether the peer has missed its heartbeats."""
         self._silent_ticks += 1
-        return self._silent_ticks > MISSED_HEARTBEATS * TICKS_PER_HEARTBEAT
+        self._unsent_ticks += 1
+        return self._silent_ticks - self._excused_ticks > MISSED_HEARTBEATS * self.interval_s / self.tick_s
 
     def describe(self) -> str:
         """Return why the peer is declared dead, for people."""
-        return f"{MISSED_HEARTBEATS} heartbeats of {self.heartbeat_s:g} s missed"
+        return f"{MISSED_HEARTBEATS} heartbeats of {self.interval_s:g} s missed"

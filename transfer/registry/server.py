@@ -13,7 +13,6 @@ A session:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import resource
 import socket
@@ -31,7 +30,8 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import attach_request_from_proto, attach_response_to_proto, link_from_proto, watermark_to_proto
 from transfer.registry.guard import Guard, Refusal
-from transfer.registry.heartbeats import MISSED_HEARTBEATS, HeartbeatWatch
+from transfer.registry.heartbeat_timer import HeartbeatTimer, SessionHeartbeats
+from transfer.registry.heartbeats import MISSED_HEARTBEATS, HeartbeatWatch, checked_idle_heartbeat_s
 from transfer.registry.options import MAX_CLIENT_CALLS, MAX_CONCURRENT_CALLS, SERVER_OPTIONS, most_connections, most_sessions
 from transfer.registry.security import MutualTls, PlainText, Security
 from transfer.registry.status import end_call, end_with
@@ -165,8 +165,7 @@ class _Session:
 
     session_id: int
     writer: tuple[int, int]  # incarnation and rank, the key of `_writers`
-    heartbeats: HeartbeatWatch
-    ticker: asyncio.TimerHandle | None = None
+    heartbeats: SessionHeartbeats = field(init=False)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     has_stream: bool = False
@@ -192,6 +191,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
             reported lost at once.
         on_session_lost: Called with the session's id and the reason of its end.
         on_link: Called with a session's id and its writer's measurements of the link.
+        sessions_in_use: Returns the sessions that have a request in flight here.
         max_sessions: Sessions at once; None takes the maximum for the process's limit of open files.
     """
 
@@ -204,9 +204,11 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         on_attach: Callable[[AttachRequest], Awaitable[AttachResponse]],
         on_session_lost: Callable[[int, str], None],
         on_link: Callable[[int, Link], None] | None = None,
+        sessions_in_use: Callable[[], Collection[int]] = frozenset,
         max_sessions: int | None = None,
     ) -> None:
         HeartbeatWatch(heartbeat_s)  # checks the interval
+        self._timer = HeartbeatTimer(sessions_in_use)
         self.heartbeat_s = heartbeat_s
         self._ring_capacity_bytes = ring_capacity_bytes
         self._on_attach = on_attach
@@ -228,11 +230,16 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
     def session_ids(self) -> tuple[int, ...]:
         return tuple(self._sessions)
 
+    def is_idle(self, session_id: int) -> bool:
+        """Return whether both ends of a session have stated that no request is in flight."""
+        return not self._sessions[session_id].heartbeats.watch.is_in_use
+
     def publish(self, watermark: Watermark, sessions: Collection[int] | None = None) -> None:
         """Send a newer watermark soon, without blocking. Watermarks in between may be skipped.
 
         Args:
-            sessions: Sessions that get it at once; the others get it with their next heartbeat. None means every session.
+            sessions: Sessions that get it at once; the others get it with their next heartbeat. None means every session that has
+                a request in flight at either end.
 
         Raises:
             LocalProtocolError: It is not newer than the last one, or moves back (R2).
@@ -244,7 +251,10 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
             )
         self._watermark = watermark
         self._ack = None
-        for session_id in self._sessions if sessions is None else sessions:
+        if sessions is None:
+            in_use = set(self._timer.sessions_in_use())
+            sessions = [number for number in self._sessions if number in in_use or not self.is_idle(number)]
+        for session_id in sessions:
             if (session := self._sessions.get(session_id)) is not None:
                 session.changed.set()
 
@@ -346,10 +356,16 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
             raise
         finally:
             self._turn.release()
-        session = _Session(session_id=response.session_id, writer=writer, heartbeats=HeartbeatWatch(self.heartbeat_s))
+        session = _Session(session_id=response.session_id, writer=writer)
+        session.heartbeats = SessionHeartbeats(
+            session_id=session.session_id,
+            watch=HeartbeatWatch(self.heartbeat_s),
+            on_due=session.changed.set,
+            on_silent=lambda reason: self._lose(session, f"the writer is silent: {reason}"),
+        )
         self._sessions[session.session_id] = session
         self._writers[writer] = session.session_id
-        self._tick_later(session)
+        self._timer.add(session.heartbeats)
         if self._is_closed:
             self._lose(session, "this rank is closing")
         return response
@@ -357,15 +373,6 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
     def _lose_unclaimed(self, opening: asyncio.Future[AttachResponse]) -> None:
         if not opening.cancelled() and opening.exception() is None:
             self.close_session(opening.result().session_id, "the writer went away while it attached")
-
-    def _tick_later(self, session: _Session) -> None:
-        session.ticker = asyncio.get_running_loop().call_later(session.heartbeats.tick_s, self._tick, session)
-
-    def _tick(self, session: _Session) -> None:
-        if session.heartbeats.tick():
-            self._lose(session, f"the writer is silent: {session.heartbeats.describe()}")
-        elif not session.is_lost:
-            self._tick_later(session)
 
     async def _read_heartbeats(self, session: _Session, first: pb.WriterBeat, heartbeats: AsyncIterator[pb.WriterBeat]) -> None:
         try:
@@ -385,7 +392,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
             raise RemoteProtocolError(
                 f"heartbeat: session_id is {heartbeat.session_id:#018x}; this stream is {session.session_id:#018x}'s"
             )
-        session.heartbeats.on_heartbeat()
+        session.heartbeats.watch.on_heartbeat(checked_idle_heartbeat_s(heartbeat.idle_heartbeat_s))
         if heartbeat.HasField("link") and self._on_link is not None and not session.is_lost:
             self._on_link(session.session_id, link_from_proto(heartbeat.link))
 
@@ -395,23 +402,22 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         try:
             while not session.is_lost:
                 session.changed.clear()
-                await context.write(self._newest_ack())
-                sent_at_s = loop.time()
+                idle_s = self._timer.stated_idle_s(session.heartbeats)
+                await context.write(self._newest_ack(idle_s))
+                session.heartbeats.watch.on_sent(idle_s)
                 self.num_acks += 1
-                paid_until_s = max(paid_until_s, sent_at_s) + ACK_INTERVAL_S
-                if not session.changed.is_set():
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout_at(sent_at_s + self.heartbeat_s):
-                            await session.changed.wait()
+                paid_until_s = max(paid_until_s, loop.time()) + ACK_INTERVAL_S
+                await session.changed.wait()
                 owed_s = paid_until_s - loop.time() - ACK_BURST * ACK_INTERVAL_S
                 if owed_s > 0:
                     await asyncio.sleep(owed_s)
         except Exception as error:
             self._fail(session, error)
 
-    def _newest_ack(self) -> pb.WatermarkAck:
+    def _newest_ack(self, idle_s: float) -> pb.WatermarkAck:
         if self._ack is None:
             self._ack = watermark_to_proto(self._watermark, ring_capacity_bytes=self._ring_capacity_bytes)
+        self._ack.idle_heartbeat_s = idle_s
         return self._ack
 
     def _fail(self, session: _Session, error: Exception) -> None:
@@ -425,8 +431,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
             return
         session.lost_reason = reason
         session.over.set()
-        if session.ticker is not None:
-            session.ticker.cancel()
+        self._timer.remove(session.heartbeats)
         self._sessions.pop(session.session_id, None)
         self._writers.pop(session.writer, None)
         self._on_session_lost(session.session_id, reason)

@@ -24,6 +24,7 @@ from transfer.piece import SessionRoute, TransferTerms
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
 from transfer.registry.client import SessionWatch, TransferControlClient
+from transfer.registry.heartbeat_timer import HeartbeatTimer
 from transfer.registry.options import most_sessions
 from transfer.send.loop import SenderLoop
 from transfer.transport.base import Session
@@ -111,6 +112,7 @@ class DecodeSessions:
         self._peers: dict[int, DecodePeer] = {}
         self._open: dict[int, _Open] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._timer = HeartbeatTimer(sender.sessions_in_use)
         self._past_acks = 0
         self._keys = new_key_pair()  # keys of this life, for every session
         scratch = StagingBuffer(context.transport_config.probe_bytes, device=context.device, mem_pool=context.mem_pool)
@@ -206,6 +208,7 @@ class DecodeSessions:
                 heartbeat_s=answer.heartbeat_s,
                 on_watermark=partial(self._sender.on_watermark, number),
                 on_lost=lambda reason: self._sender.close_session(number, f"{name} is lost: {reason}"),
+                timer=self._timer,
             )
             undo.callback(watch.close)
             self._sender.driver.add(session)

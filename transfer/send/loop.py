@@ -142,6 +142,10 @@ class SenderLoop:
     def num_sessions(self) -> int:
         return len(self._peers)
 
+    def sessions_in_use(self) -> set[int]:
+        """Return the sessions of the requests that are not over."""
+        return self._sender.sessions_in_use
+
     def check_idle(self) -> None:
         """Check the protocol's invariants. Raise LocalProtocolError if one is broken."""
         self._sender.check_invariants()

@@ -135,6 +135,11 @@ class Sender:
         return self._requests
 
     @property
+    def sessions_in_use(self) -> set[int]:
+        """Sessions of the requests that are not over."""
+        return {route.session for request in self._requests.values() for route in request.outgoing.routes}
+
+    @property
     def num_slots_used(self) -> int:
         return self._slots.num_used
 

@@ -53,9 +53,9 @@ class Heard:
         self.num_heartbeats = 0
         on_heartbeat = HeartbeatWatch.on_heartbeat
 
-        def counted(heartbeats: HeartbeatWatch) -> None:
+        def counted(heartbeats: HeartbeatWatch, idle_s: float = 0.0) -> None:
             self.num_heartbeats += 1
-            on_heartbeat(heartbeats)
+            on_heartbeat(heartbeats, idle_s)
 
         monkeypatch.setattr(HeartbeatWatch, "on_heartbeat", counted)
 
