@@ -12,8 +12,9 @@ import msgpack
 from fuzz.target import Target, require
 from fuzz.trees import BYTE_SHARE, changed_bytes, changed_tree
 from transfer.errors import ConfigError
-from transfer.transport.cuda_ipc_blob import HANDLE_BYTES, TOKEN_BYTES, Answered, Offered
+from transfer.transport.cuda_ipc_blob import HANDLE_BYTES, NAME, Answered
 from transfer.transport.liveness import PipeAddress
+from transfer.transport.mapped_blob import TOKEN_BYTES, Offered, MappedPlace
 from transfer.transport.peer import ProcessIdentity, can_read_memory_of, field_of, pack_blob, unpack_blob
 
 TOKEN = bytes(range(TOKEN_BYTES))
@@ -35,19 +36,23 @@ def check(data: bytes) -> None:
 
 
 def _offer(data: bytes) -> None:
-    offered = Offered.from_blob(data)
+    offered = Offered.from_blob(data, transport=NAME)
     _check_line(offered.line)
     require(len(offered.token) == TOKEN_BYTES, "a token of another length")
-    require(Offered.from_blob(offered.to_blob()) == offered, "an offer does not survive the wire")
+    require(Offered.from_blob(offered.to_blob(), transport=NAME) == offered, "an offer does not survive the wire")
 
 
 def _answer(data: bytes) -> None:
     answered = Answered.from_blob(data, token=TOKEN)
-    _check_line(answered.line)
-    require(answered.token == TOKEN, "an answer to another offer")
+    _check_place(answered.place)
     require(len(answered.handle) == HANDLE_BYTES, "a handle of another length")
-    require(0 <= answered.offset < 2**48 and 0 < answered.num_bytes < 2**48, "a region out of range")
     require(Answered.from_blob(answered.to_blob(), token=TOKEN) == answered, "an answer does not survive the wire")
+
+
+def _check_place(place: MappedPlace) -> None:
+    _check_line(place.line)
+    require(place.token == TOKEN, "an answer to another offer")
+    require(0 <= place.offset < 2**48 and 0 < place.num_bytes < 2**48, "a region out of range")
 
 
 def _check_line(line: PipeAddress) -> None:
@@ -82,11 +87,12 @@ def seeds() -> list[bytes]:
     }
     answer = {"address": b"\x01address", "ucx": "1.21.0", "lane": "shm", "num_bytes": 1 << 20}
     device = "01234567-89ab-cdef-0123-456789abcdef"
-    answered = Answered(line=LINE, token=TOKEN, device=device, handle=bytes(HANDLE_BYTES), offset=512, num_bytes=1 << 20)
+    place = MappedPlace(line=LINE, token=TOKEN, offset=512, num_bytes=1 << 20)
+    answered = Answered(place=place, device=device, handle=bytes(HANDLE_BYTES))
     return [
         pack_blob("ucx", 1, "offer", offer),
         pack_blob("ucx", 1, "answer", answer),
-        Offered(line=LINE, token=TOKEN).to_blob(),
+        Offered(transport=NAME, line=LINE, token=TOKEN).to_blob(),
         answered.to_blob(),
     ]
 
@@ -114,7 +120,12 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 TARGET = Target(
     name="handshake",
     about="handshake blobs (msgpack)",
-    modules=("transfer.transport.peer", "transfer.transport.cuda_ipc_blob", "transfer.transport.liveness"),
+    modules=(
+        "transfer.transport.peer",
+        "transfer.transport.mapped_blob",
+        "transfer.transport.cuda_ipc_blob",
+        "transfer.transport.liveness",
+    ),
     check=check,
     refuses=(ConfigError,),
     mutate=mutate,

@@ -203,7 +203,7 @@ def test_a_transport_closes_in_bounded_time_around_a_kernel_that_does_not_end(
     assert writer.direct(rng(0, 8)) is not None
     pair.cuda.idle.clear()
     pair.writer_transport.close()
-    assert f"kernels into memory of process {os.getpid()} have not ended" in caplog.text
+    assert f"stores into memory of process {os.getpid()} have not ended" in caplog.text
     target.close()
     assert not target.is_over
     pair.cuda.idle.set()

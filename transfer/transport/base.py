@@ -73,12 +73,10 @@ class LocalMemory(Protocol):
 
 
 class DirectMemory(Protocol):
-    """A peer's memory that kernels of one device of this process may store into; known by address only."""
+    """A peer's memory that this process may store into: a uint8 tensor in host memory, or an address for a device's kernels.
 
-    @property
-    def device_index(self) -> int:
-        """The device whose kernels may use the address. The memory may lie on another one."""
-        ...
+    Memory with an address only has a `device_index`, the device whose kernels may use it. The memory may lie on another one.
+    """
 
     def data_ptr(self) -> int: ...
 
@@ -152,9 +150,10 @@ class Session(Protocol):
         ...
 
     def direct(self, target_range: ByteRange) -> DirectMemory | None:
-        """Return the place where kernels of this process may store into the target's memory; None if they cannot.
+        """Return the place where this process may store into the target's memory; None if it cannot.
 
-        Such bytes need no `write()`. They are there when the kernel has ended. The mapping is valid until `close()`.
+        Such bytes need no `write()`. They are there when the kernel, or the copy in host memory, has ended. Begin none after
+        `close()`. An address is valid until then; a tensor keeps its mapping.
 
         Raises:
             LocalProtocolError: The range leaves the memory that the target offered.

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
-from transfer.errors import ConfigError, TransportError
+from transfer.errors import ConfigError
 from transfer.transport.cuda_ipc_blob import HANDLE_BYTES
+from transfer.transport.mapped_session import CopyError
 from transfer.transport.registered_memory import device_of_address
 
 
-class CudaError(TransportError):
+class CudaError(CopyError):
     """A call of CUDA failed; the message names both. Many such errors end the process's use of its device for good."""
 
 

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from transfer.errors import LocalProtocolError, TransportClosed, TransportError, WriteFailed
-from transfer.transport.base import ByteRange, LocalMemory, Offer, check_key
-from transfer.transport.registered_memory import DeviceBuffer, Memory, wait_for_devices
+from transfer.transport.base import ByteRange, DirectMemory, LocalMemory, Offer, check_key
+from transfer.transport.registered_memory import Memory, wait_for_devices
 
 _log = logging.getLogger(__name__)
 _MemoryT = TypeVar("_MemoryT", bound=Memory)
@@ -115,7 +115,7 @@ class PeerSession(Generic[_MemoryT]):
     def expect(self, target: LocalMemory, target_range: ByteRange, key: int) -> Operation:
         raise LocalProtocolError(f"expect of key {key}: transport {self._transport.name} is one-sided and expects nothing")
 
-    def direct(self, target_range: ByteRange) -> DeviceBuffer | None:
+    def direct(self, target_range: ByteRange) -> DirectMemory | None:
         return None
 
     def fileno(self) -> int | None:

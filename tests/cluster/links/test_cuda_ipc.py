@@ -20,7 +20,8 @@ from tests.transport.cuda_ipc_scenarios import Make, MiB, Places
 from tests.transport.host_cuda import remove_files
 from tests.transport.test_cuda_ipc_transport import SIZE, Pair, ends_within, num_descriptors
 from transfer.errors import ConfigError, PeerUnreachable
-from transfer.transport.cuda_ipc_blob import Answered, Offered
+from transfer.transport.cuda_ipc_blob import NAME, Answered
+from transfer.transport.mapped_blob import Offered
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -52,13 +53,14 @@ def target(make: Make) -> Remote:
 def test_a_handle_that_cannot_be_mapped(pair: Pair, target: Remote) -> None:
     before = num_descriptors()
     offer = pair.writer_transport.offer()
-    good = Answered.from_blob(target.do("accept", blob=offer.blob), token=Offered.from_blob(offer.blob).token)
+    token = Offered.from_blob(offer.blob, transport=NAME).token
+    good = Answered.from_blob(target.do("accept", blob=offer.blob), token=token)
     with pytest.raises(
         PeerUnreachable, match=r"cannot map memory of the peer's device .*CUDA_ERROR_INVALID_VALUE.*docker --ipc=host"
     ):
         offer.complete(replace(good, handle=bytes(64)).to_blob())
     with pytest.raises(ConfigError, match=f"offers bytes .* of an allocation that has {3 * 4096 + SIZE}"):
-        offer.complete(replace(good, num_bytes=SIZE + 1).to_blob())
+        offer.complete(replace(good, place=replace(good.place, num_bytes=SIZE + 1)).to_blob())
     assert pair.cuda.num_mapped == 0
     session = offer.complete(good.to_blob())
     assert pair.cuda.num_mapped == 1
