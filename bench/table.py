@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bench.control import TARGET_CHUNKS_PER_S, TARGET_GROWTH, TARGET_GROWTH_BYTES, TARGET_PAIRS_PER_S, TARGET_ROUND_TRIP_S
+from bench.decode_leader import LEADER_CPU, TARGET_TOKENS_PER_S, TOKENS_PER_S
 from bench.idle import TARGET_SHARE
 from bench.lone_request import FIRST_TOKEN
 from bench.lone_request import TARGET_S as TARGET_FIRST_TOKEN_S
@@ -96,6 +97,7 @@ RUNS = (
     Run(module="pages", timeout_s=45.0),
     Run(module="idle", timeout_s=90.0),
     Run(module="lone_request", timeout_s=90.0),
+    Run(module="decode_leader", timeout_s=60.0),
     Run(module="link", arguments=("--max-mb", "64", "--passes", "2"), timeout_s=90.0),
     Run(module="loop", arguments=("--only-measure",), timeout_s=240.0),
 )
@@ -251,6 +253,19 @@ def _lone_request(content: Content) -> list[Outcome]:
     ]
 
 
+def _decode_leader(content: Content) -> list[Outcome]:
+    (row,) = _rows(content, what=LEADER_CPU)
+    return [
+        Outcome(
+            what=f"tokens of a decode leader, {row['case']}",
+            measured=1 / row["median_s"],
+            limit=TARGET_TOKENS_PER_S,
+            unit="a second, on a core of its own",
+            note=f"{content['facts'][row['case']][TOKENS_PER_S]:,.0f} a second beside ranks and client",
+        )
+    ]
+
+
 def _loop(content: Content) -> list[Outcome]:
     found = [
         Outcome(
@@ -276,6 +291,7 @@ _READERS: dict[str, Callable[[Content], Sequence[Outcome]]] = {
     "pages": _pages,
     "idle": _idle,
     "lone_request": _lone_request,
+    "decode_leader": _decode_leader,
     "link": _link,
     "loop": _loop,
 }

@@ -11,7 +11,7 @@ from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.layout import DType, KVLayout, Shard
 from transfer.pool.kv_pool import KVPool
 
-DEFAULT_PAGES = 1024
+DEFAULT_TOKENS = 16_384
 
 
 class NullEngine:
@@ -42,4 +42,4 @@ def load(config: NodeConfig, *, rank: int, rendezvous: Path) -> NullEngine:
     """Return the engine of a rank; see `node_runtime.engine`."""
     pool = config.pool
     shard = Shard(tp_size=config.parallel.tp_size, tp_rank=rank, page_size=pool.page_size, order=pool.order, dtype=pool.dtype)
-    return NullEngine(shard, pool.num_pages or DEFAULT_PAGES)
+    return NullEngine(shard, (pool.num_tokens or DEFAULT_TOKENS) // pool.page_size)

@@ -83,6 +83,13 @@ def test_a_lone_request_is_traced_through_both_nodes(tmp_path: Path) -> None:
     assert [row["first_ms"] for row in rows] == sorted(row["first_ms"] for row in rows)
 
 
+def test_token_streams_of_a_decode_leader(tmp_path: Path) -> None:
+    record = bench("bench.decode_leader", tmp_path / "record.json", "--streams", "4", "--tokens", "16")
+    (line,) = outcomes_of("decode_leader", record)
+    assert line.measured is not None and line.measured > 0 and line.limit == 25_000
+    assert record["facts"]["4 streams"]["tokens per second"] > 0
+
+
 def test_idle_cluster_has_a_row_for_each_leader_and_rank(tmp_path: Path) -> None:
     record = bench("bench.idle", tmp_path / "record.json", "--prefill-tp", "1", "--decode-tp", "1", "--seconds", "2")
     assert [row["case"] for row in record["rows"]] == ["prefill leader", "decode leader", "prefill rank 0", "decode rank 0"]
