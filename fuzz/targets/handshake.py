@@ -14,7 +14,7 @@ from fuzz.trees import BYTE_SHARE, changed_bytes, changed_tree
 from transfer.errors import ConfigError
 from transfer.transport.cuda_ipc_blob import HANDLE_BYTES, NAME, Answered
 from transfer.transport.liveness import PipeAddress
-from transfer.transport.mapped_blob import TOKEN_BYTES, Offered, MappedPlace
+from transfer.transport.mapped_blob import TOKEN_BYTES, MappedPlace, Offered
 from transfer.transport.peer import ProcessIdentity, can_read_memory_of, field_of, pack_blob, unpack_blob
 
 TOKEN = bytes(range(TOKEN_BYTES))
