@@ -97,6 +97,9 @@ class Rank:
     def watch_sessions(self, on_closed: Callable[[int, str], None], publish: object) -> None:
         self.on_session_closed = on_closed
 
+    def sessions_in_use(self) -> set[int]:
+        return set()
+
     def close_session(self, session: int, reason: str) -> None:
         if (session, reason) not in self.closed:
             self.closed.append((session, reason))
