@@ -58,6 +58,7 @@ class Rank:
             watch_sessions=self.watch_sessions,
             open_session=lambda number, session, incarnation, control_key: self.opened.append(number),
             close_session=self.close_session,
+            sessions_in_use=frozenset,
         )
         self.sessions = PrefillSessions(
             context=RankContext(
@@ -96,9 +97,6 @@ class Rank:
 
     def watch_sessions(self, on_closed: Callable[[int, str], None], publish: object) -> None:
         self.on_session_closed = on_closed
-
-    def sessions_in_use(self) -> set[int]:
-        return set()
 
     def close_session(self, session: int, reason: str) -> None:
         if (session, reason) not in self.closed:
