@@ -116,6 +116,7 @@ class DecodeRequests:
     """
 
     reuses_pages: Final = False
+    gives_early_room: Final = True
 
     def __init__(
         self,

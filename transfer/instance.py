@@ -20,6 +20,7 @@ from transfer.ring import ALIGNMENT_BYTES
 CAPABILITIES: Final = frozenset(
     {
         "attention_in_keys",
+        "early_room",
         "late_start_token",
         "layer_groups",
         "one_join",
@@ -35,6 +36,7 @@ layer_groups, resend_once and selective_release.
 
 - attention_in_keys: a decode side names the prefill side's `attention` in the keys of stored pages. Without this, such sides do
   not fit, because other prefill nodes would load the pages.
+- early_room: a prefill side accepts `early_room_plan` in `PrefillIntoRoom`, and lists all of its chunk plans in `Joined`.
 - late_start_token: a prefill side accepts a later start token in `PrefillRoom` or `ReserveResponse`.
 - one_join: a prefill side that a decode instance joins by two of its addresses keeps the first join, and reports that.
 - layer_groups: chunks may hold a part of the layers, so that the first layers travel while the last are computed.

@@ -30,6 +30,7 @@ from transfer.layout import DType, KVLayout
 from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.security import PlainText
+from transfer.sizes import Cut
 
 POOL_PAGES, PAGE_SIZE, NUM_RANKS = 8, 4, 2
 GROUPS = layer_groups(KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT16))
@@ -93,6 +94,9 @@ class Peer:
         self.breaker_reason = ""
         self.can_start_late = True
         self.takes_room = False  # it asks for room with `Reserve`
+        self.takes_early_room = False
+        self.cut = Cut(plan=PLAN, largest_piece_bytes=0)
+        self.early_plans: dict[str, ChunkPlan | None] = {}
         self.rooms: dict[str, asyncio.Future[pb.PrefillRoom] | None] = {}
         self.outstanding_tokens = 0
         self.others_tokens: int | None = None
@@ -107,7 +111,7 @@ class Peer:
 
     def prefill(self, request_id: str, token_ids: tuple[int, ...], **values: Any) -> AsyncIterator[pb.PrefillEvent]:
         assert self.instance is not None
-        self.rooms[request_id] = values["room"]
+        self.rooms[request_id], self.early_plans[request_id] = values["room"], values["early_room_plan"]
         call = self.calls[request_id] = Call(token_ids, first_token_of(self.instance.incarnation))
         return call.run()
 

@@ -26,6 +26,7 @@ from transfer.registry.convert import chunk_plan_to_proto, instance_to_proto
 
 FLOOR_BYTES_PER_S = 1e9
 PLAN = ChunkPlan(chunk_tokens=4)
+SHORT_PLAN = ChunkPlan(chunk_tokens=2)
 PIECE_BYTES = 4 * 2 * 2 * 4 * 4 * 2  # of tokens x layers x K/V x heads x dims in float16: one rank to one rank
 RING_BYTES = 2 * PIECE_BYTES - 1
 FIRST, SECOND, THIRD = "localhost:1", "localhost:2", "localhost:3"
@@ -56,6 +57,7 @@ class PrefillNode:
                 return
         joined = pb.Joined(prefill=instance_to_proto(instance(self.first_life + self.num_joins)))
         joined.chunk_plan.CopyFrom(chunk_plan_to_proto(ChunkPlan(chunk_tokens=8) if self.mood == "large pieces" else PLAN))
+        joined.short_chunk_plans.extend([chunk_plan_to_proto(SHORT_PLAN)] * (33 if self.mood == "many plans" else 1))
         for prefill_rank in range(2):
             is_slow = prefill_rank == 1 and self.mood == "slow link"
             bandwidth = FLOOR_BYTES_PER_S / 2 if is_slow else FLOOR_BYTES_PER_S
@@ -92,6 +94,7 @@ def joining(*addresses: str) -> AbstractAsyncContextManager[Tier]:
             "link from prefill rank 1 to decode rank 0 makes 5e+08 bytes/s; "
             "transport.min_bandwidth_bytes_per_s of the decode node is 1e+09",
         ),
+        ("many plans", "short_chunk_plans has 33 entries; there can be 32"),
         (
             "large pieces",
             f"ring.capacity_bytes is {RING_BYTES}; with chunks of 8 tokens and all layers one rank of prefill node "
@@ -115,6 +118,7 @@ async def test_a_join_that_fails_says_why_and_is_tried_again(node: PrefillNode, 
         await one.until(joined=1)
         peer = one.peer(FIRST)
         assert len(peer.links) == 2 and peer.plan == PLAN and peer.largest_piece_bytes == PIECE_BYTES
+        assert peer.cut is not None and [peer.cut.plan_of(tokens) for tokens in (2, 3)] == [SHORT_PLAN, PLAN]
 
 
 def reservation(incarnation: int, plan: ChunkPlan) -> pb.ReserveRequest:

@@ -146,6 +146,31 @@ async def test_room_before_it_is_wanted_ends_the_call(leader: Leader, monkeypatc
     assert caller.error.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_early_room_starts_the_prompt_without_a_question(leader: Leader) -> None:
+    join = await leader.joined(1)
+    caller = Caller(leader)
+    early = pb.PrefillMessage()
+    early.CopyFrom(REQUEST)
+    early.request.early_room_plan.CopyFrom(chunk_plan_to_proto(join.plan_of(2, 0)))
+    await caller.send(early)
+    assert caller.events == [] and caller.error is None, "the decode side's ranks do not expect the KV yet"
+    await caller.send(ROOM)
+    assert caller.events == ["started"]
+    await caller.leave()
+
+
+async def test_early_room_for_another_plan_is_refused(leader: Leader) -> None:
+    await leader.joined(1)
+    caller = Caller(leader)
+    early = pb.PrefillMessage()
+    early.CopyFrom(REQUEST)
+    early.request.early_room_plan.chunk_tokens = 7
+    await caller.send(early)
+    assert caller.error is not None and caller.error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "early_room_plan has chunks of 7 tokens" in str(caller.error.details())
+    assert not leader.requests.request_ids
+
+
 async def test_a_caller_that_ends_its_side_without_room_gives_its_prompt_up(leader: Leader) -> None:
     await leader.joined(1)
     caller = Caller(leader)

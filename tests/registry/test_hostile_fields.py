@@ -294,12 +294,20 @@ def sampling() -> pb.SamplingParams:
 
 def prefill(_: Nodes) -> pb.PrefillRequest:
     return pb.PrefillRequest(
-        request_id="a.1", token_ids=[1, 2, 3], start_token=1, decode_incarnation=JOINED_LIFE, sampling=sampling(), cache_salt="t"
+        request_id="a.1",
+        token_ids=[1, 2, 3],
+        start_token=1,
+        decode_incarnation=JOINED_LIFE,
+        sampling=sampling(),
+        cache_salt="t",
+        early_room_plan=pb.ChunkPlanInfo(chunk_tokens=128),
     )
 
 
 def prefill_message(nodes: Nodes) -> pb.PrefillMessage:
-    return pb.PrefillMessage(request=prefill(nodes))
+    message = pb.PrefillMessage(request=prefill(nodes))
+    message.request.ClearField("early_room_plan")  # with it, the node says nothing until it has the room
+    return message
 
 
 def generate(_: Nodes) -> pb.GenerateRequest:

@@ -36,6 +36,7 @@ def test_two_ranks_of_this_version_fit_and_tell_every_capability() -> None:
     assert ours.capabilities == theirs.capabilities == CAPABILITIES
     assert {
         "attention_in_keys",
+        "early_room",
         "late_start_token",
         "layer_groups",
         "one_join",

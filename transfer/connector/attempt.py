@@ -128,7 +128,8 @@ class Attempt(Generic[PromptT]):
     permit: Permit | None = None  # until the outcome is reported to the peer's breaker
     unsent: asyncio.TimerHandle | asyncio.Task[None] | None = None  # ends its wait for a peer
     call: asyncio.Task[None] | None = None  # the call to the prefill node
-    is_asked: bool = False  # the prefill node has the prompt
+    is_asked: bool = False  # the prefill node has the prompt, or is about to have it
+    is_started: bool = False  # the prefill node has begun it
     has_asked: bool = False  # the prefill node has asked for room
     stage: AttemptStage = AttemptStage.WAITING
     failure: TransferError | None = None
@@ -192,6 +193,11 @@ class NotYet:
 
 class IncomingScheduler(Protocol[PromptT]):
     """The part of an engine that decides at the leader when a prompt has room."""
+
+    @property
+    def gives_early_room(self) -> bool:
+        """Whether a prompt may have room before its prefill node asks for it."""
+        ...
 
     @property
     def reuses_pages(self) -> bool:

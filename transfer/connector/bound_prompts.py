@@ -113,6 +113,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
     """
 
     reuses_pages = True
+    gives_early_room = False  # the engine takes pages at a step, while prefill computes: nothing waits for the question
 
     def __init__(
         self,

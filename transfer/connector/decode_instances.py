@@ -74,6 +74,12 @@ class Join:
         assert self.cut is not None
         return self.cut.plan
 
+    @property
+    def short_plans(self) -> tuple[ChunkPlan, ...]:
+        """See `Cut`; only for an instance that has joined."""
+        assert self.cut is not None
+        return self.cut.short_plans
+
     def plan_of(self, num_tokens: int, start_token: int) -> ChunkPlan:
         """Return the plan for tokens [start_token, num_tokens) of a prompt; only for an instance that has joined."""
         assert self.cut is not None
@@ -212,6 +218,7 @@ class DecodeInstances:
                 prefill=instance_to_proto(self._own),
                 chunk_plan=chunk_plan_to_proto(join.plan),
                 links=[link_to_proto(link) for link in join.links],
+                short_chunk_plans=[chunk_plan_to_proto(plan) for plan in join.short_plans],
             )
             yield pb.JoinEvent(joined=joined)
             knows_undrain = "undrain" in join.instance.capabilities

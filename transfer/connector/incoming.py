@@ -10,7 +10,8 @@ that the engine needs has come. Then the prompt is settled. It is LEAVING when i
 it is GONE.
 
 **Room.** A prefill node asks for room in the stream of the prompt, or by `Reserve` if it is older, and the scheduler answers. It
-is asked again for a waiting attempt when room has changed, and after `ASK_AGAIN_S`.
+is asked again for a waiting attempt when room has changed, and after `ASK_AGAIN_S`. If no attempt waits for room, and the prefill
+node has little else to compute, room is taken before the call (docs/adr/0066-early-room.md).
 
 **End.** `give_up` ends a prompt, `fail` ends an attempt. With `reuses_pages`, all attempts fill the same pages. Then the next
 attempt and the end of the prompt wait until no rank writes for the failed one.
@@ -97,6 +98,13 @@ ASKED_AT_ONCE: Final = 32
 """Attempts for which the scheduler is asked again at a change. A question takes up to 0.3 ms of the loop, and hundreds can wait.
 The others follow after `ASK_AGAIN_S`."""
 
+EARLY_ROOM_S: Final = 1.0
+"""Time after which early room of a prompt that its prefill node has not begun is released, if others lack room. It is as long as
+room is set aside for a waiting request (`decode_node.admission.WAITS_S`)."""
+
+EARLY_ROOM_TOKENS: Final = 8192
+"""No early room on a prefill node that has more tokens of other prompts to compute: a few steps, after which it would begin."""
+
 MAX_NOTE_BYTES: Final = 1 << 20
 """Largest note of the other side's engine; an honest one sends no more."""
 
@@ -137,6 +145,7 @@ class IncomingTransfers(Generic[PromptT]):
         self._unsent: list[Attempt[PromptT]] = []  # attempts that wait for any prefill node to join, the oldest prompt's first
         self._placing: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # calls to prefill nodes, and waits for a node or for room
+        self._no_room_s = -math.inf  # when the scheduler last had no room
         self._without_room: dict[Attempt[PromptT], asyncio.Future[None]] = {}  # done when the scheduler is to be asked again
         self._is_asking_again = False
 
@@ -539,7 +548,11 @@ class IncomingTransfers(Generic[PromptT]):
         deadline = None if left_s == math.inf else asyncio.get_running_loop().call_later(left_s, self._expire, attempt)
         try:
             await self._scheduler.prepare(attempt)
+            attempt.is_asked = True
             room = asyncio.get_running_loop().create_future() if peer.takes_room else None
+            early_room_plan = await self._early_room(attempt, peer)
+            if early_room_plan is not None and room is not None:
+                self._run(attempt, self._send_early_room(attempt, room))
             call = peer.prefill(
                 attempt.transfer_id,
                 prompt.token_ids,
@@ -550,18 +563,20 @@ class IncomingTransfers(Generic[PromptT]):
                 cache_salt=prompt.cache_salt,
                 traceparent=attempt.traceparent,
                 room=room,
+                early_room_plan=early_room_plan,
             )
-            attempt.is_asked = True
             async with contextlib.aclosing(call):
                 async for event in call:
                     match event.WhichOneof("event"):
-                        case "room_wanted" if room is not None and not is_room_wanted:
+                        case "room_wanted" if room is not None and early_room_plan is None and not is_room_wanted:
                             is_room_wanted = True
                             self._run(attempt, self._give_room(attempt, event.room_wanted, room))
                         case "room_wanted":
                             raise TransportError(
                                 f"{peer.address} wants room twice, or in a call that has another way to ask for it"
                             )
+                        case "started":
+                            attempt.is_started = True
                         case "first_token":
                             attempt.first_token = event.first_token.token_id
                         case "note":
@@ -648,6 +663,45 @@ class IncomingTransfers(Generic[PromptT]):
         """Return the start token if it differs from that of the request."""
         return start_token if start_token > attempt.prompt.start_token else None
 
+    async def _early_room(self, attempt: Attempt[PromptT], peer: PrefillPeer) -> ChunkPlan | None:
+        """Take room for an attempt before its prefill node has it. Return the plan of the prompt; None means no early room.
+
+        Raises:
+            TransferError: See `reserve`.
+        """
+        prompt, cut = attempt.prompt, peer.cut
+        if cut is None or not (peer.takes_early_room and self._scheduler.gives_early_room) or attempt.after is not None:
+            return None
+        other_tokens = peer.outstanding_tokens - len(prompt.token_ids) + (peer.others_tokens or 0)
+        if other_tokens > EARLY_ROOM_TOKENS or self._lacks_room():
+            return None
+        plan = cut.plan_of(len(prompt.token_ids), attempt.start_token)
+        return plan if await self._take_room(attempt, plan) else None
+
+    async def _send_early_room(self, attempt: Attempt[PromptT], room: asyncio.Future[pb.PrefillRoom]) -> None:
+        """Send an attempt's room to its prefill node, which has not asked for it, once every rank expects the KV."""
+        asyncio.get_running_loop().call_later(EARLY_ROOM_S, self._release_early_room, attempt)
+        try:
+            await self._until_expected(attempt)
+        except TransferError as error:
+            self.fail(attempt, error)
+            return
+        if not room.done():  # otherwise the call has ended
+            room.set_result(pb.PrefillRoom(start_token=self._late_start(attempt, attempt.start_token)))
+
+    def _release_early_room(self, attempt: Attempt[PromptT]) -> None:
+        """Begin another attempt without early room, if the prefill node has not begun this one, and others lack room."""
+        if attempt.stage is not AttemptStage.RECEIVING or attempt.is_started:
+            return
+        if self._lacks_room():
+            self.fail(attempt, Preempted("its prefill node has not begun it, and others need its room here"))
+        else:
+            asyncio.get_running_loop().call_later(EARLY_ROOM_S, self._release_early_room, attempt)
+
+    def _lacks_room(self) -> bool:
+        """Return whether an attempt waits for room, or did so lately."""
+        return bool(self._without_room) or time.monotonic() - self._no_room_s < EARLY_ROOM_S
+
     async def reserve(self, request_id: str, prefill_incarnation: int, decode_incarnation: int, plan: ChunkPlan) -> int | None:
         """Take room for the attempt of that id, on every rank. The prefill leader is about to start it.
 
@@ -671,16 +725,25 @@ class IncomingTransfers(Generic[PromptT]):
         if prefill_incarnation != attempt.incarnation:
             raise TransportClosed(f"request {request_id} was given to another life of the prefill node")
         attempt.has_asked = True
+        if not await self._take_room(attempt, plan):
+            return None
+        await self._until_expected(attempt)
+        return attempt.start_token
+
+    async def _take_room(self, attempt: Attempt[PromptT], plan: ChunkPlan) -> bool:
+        """Take room for a waiting attempt, and have every rank expect its KV. Return False for "not yet"."""
+        assert attempt.prefill is not None, "it was sent, or is about to be"
         own, num_tokens = self._own, len(attempt.prompt.token_ids)
         check_num_pieces(
             plan, own.layout, attempt.prefill.shard, own.shard, num_tokens=num_tokens, start_token=attempt.start_token
         )
         room = await self._scheduler.room(attempt, plan)
         if attempt.stage is not AttemptStage.WAITING:  # the answer took a while; then no room is taken
-            raise TransportClosed(f"request {request_id} is over")
+            raise TransportClosed(f"request {attempt.transfer_id} is over")
         if isinstance(room, NotYet):
-            self._observer.on_no_room(request_id)
-            return None
+            self._no_room_s = time.monotonic()
+            self._observer.on_no_room(attempt.transfer_id)
+            return False
         self._end_wait(attempt)
         attempt.start_token, attempt.stage = room.start_token, AttemptStage.RECEIVING
         ranks = range(own.shard.num_ranks)
@@ -688,8 +751,8 @@ class IncomingTransfers(Generic[PromptT]):
         attempt.expected = asyncio.get_running_loop().create_future()
         self._broadcast(
             room.message(
-                transfer_id=request_id,
-                prefill_incarnation=prefill_incarnation,
+                transfer_id=attempt.transfer_id,
+                prefill_incarnation=attempt.incarnation,
                 num_tokens=num_tokens,
                 start_token=room.start_token,
                 plan=plan,
@@ -697,9 +760,13 @@ class IncomingTransfers(Generic[PromptT]):
             )
         )
         self._scheduler.announced(attempt)
+        return True
+
+    async def _until_expected(self, attempt: Attempt[PromptT]) -> None:
+        """Wait until every rank expects the KV of an attempt that has room. Raise PeerUnreachable if a rank cannot."""
+        assert attempt.expected is not None
         if reason := await asyncio.shield(attempt.expected):
             raise PeerUnreachable(reason)
-        return room.start_token
 
     async def answer(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
         """Serve `Reserve`; see `reserve`.

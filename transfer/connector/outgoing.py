@@ -51,7 +51,8 @@ class Transfer:
         cache_salt: Stored KV is shared only with prompts of the same salt.
         engine_request: Name of the prompt in the engine that has it; empty if it is computed for this transfer.
         span: Span of the call, which its caller ends; None if it is not traced.
-        room: Answer to `room_wanted`, which the caller sets. None means that the decode leader is asked with `Reserve`.
+        room: Room on the decode side, which the caller sets. None means that the decode leader is asked with `Reserve`.
+        has_early_room: The caller sets `room`, if it is not None, without being asked.
         queued_s: Time of acceptance, by the monotonic clock.
         progress: Events for the caller, in order. The last one is `sent` or an error.
     """
@@ -66,6 +67,7 @@ class Transfer:
     engine_request: str = ""
     span: Span | None = None
     room: asyncio.Future[Reservation] | None = None
+    has_early_room: bool = False
     queued_s: float = field(default_factory=lambda: time.monotonic())
     started_s: float | None = None
     progress: asyncio.Queue[pb.PrefillEvent | TransferError] = field(default_factory=asyncio.Queue)
@@ -236,7 +238,7 @@ class OutgoingTransfers(ABC):
     # Stages of a transfer
 
     async def _reserve_room(self, transfer: Transfer) -> bool:
-        """Ask the decode leader for room. False means "not yet", and comes after a pause.
+        """Get room from the decode leader. False means "not yet", and comes after a pause.
 
         If the caller gives room itself, this waits without a limit and returns True.
 
@@ -246,9 +248,10 @@ class OutgoingTransfers(ABC):
         if transfer.room is None:
             answer = await self._reserve(transfer.join, transfer.transfer_id, transfer.plan)
         else:
-            transfer.is_room_wanted = True
-            wanted = pb.PrefillRoomWanted(chunk_plan=chunk_plan_to_proto(transfer.plan))
-            transfer.progress.put_nowait(pb.PrefillEvent(room_wanted=wanted))
+            if not transfer.has_early_room:
+                transfer.is_room_wanted = True
+                wanted = pb.PrefillRoomWanted(chunk_plan=chunk_plan_to_proto(transfer.plan))
+                transfer.progress.put_nowait(pb.PrefillEvent(room_wanted=wanted))
             answer = await transfer.room
         if not answer.is_reserved:
             await asyncio.sleep(_pause_s())

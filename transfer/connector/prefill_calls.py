@@ -25,7 +25,7 @@ from transfer.log_rate_limiter import LogRateLimiter
 from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.refusals import say_request_refused, without_request
-from transfer.registry.convert import sampling_from_proto
+from transfer.registry.convert import chunk_plan_to_proto, sampling_from_proto
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
 from transfer.sizes import Cut, choose_cut
@@ -215,6 +215,12 @@ class PrefillCalls:
         if join is None:
             raise PeerUnreachable(f"decode instance {request.decode_incarnation:#018x} has not joined this prefill instance")
         plan = join.plan_of(len(token_ids), request.start_token)
+        if request.HasField("early_room_plan") and request.early_room_plan != chunk_plan_to_proto(plan):
+            told = request.early_room_plan
+            raise ConfigError(
+                f"early_room_plan has chunks of {told.chunk_tokens} tokens and {told.layers_per_group} layers; this prompt has "
+                f"{plan.chunk_tokens} and {plan.layers_per_group}"
+            )
         check_num_pieces(
             plan,
             own.layout,
@@ -232,6 +238,7 @@ class PrefillCalls:
             sampling=sampling_from_proto(request.sampling),
             cache_salt=request.cache_salt,
             engine_request=request.engine_request,
+            has_early_room=request.HasField("early_room_plan"),
         )
 
     async def _read_room(self, transfer: Transfer, messages: AsyncIterator[pb.PrefillMessage]) -> None:
@@ -239,7 +246,8 @@ class PrefillCalls:
         assert transfer.room is not None
         try:
             async for message in messages:
-                if not (message.HasField("room") and transfer.is_room_wanted) or transfer.room.done():
+                may_come = transfer.is_room_wanted or transfer.has_early_room
+                if not (message.HasField("room") and may_come) or transfer.room.done():
                     raise ConfigError("PrefillIntoRoom takes one message after the first: room, once room_wanted was sent")
                 start_token = message.room.start_token if message.room.HasField("start_token") else None
                 transfer.room.set_result(Reservation(is_reserved=True, start_token=start_token))

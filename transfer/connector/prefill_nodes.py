@@ -51,6 +51,7 @@ from transfer.registry.discovery import DiscoveryView
 from transfer.registry.discovery.entries import MAX_FOUND
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import Security
+from transfer.sizes import Cut
 
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 2.0
@@ -73,6 +74,7 @@ MAX_KNOWN_PLANS = 64
 """Maximum number of chunk plans of a prefill node whose largest piece is cached. A node has one plan for long prompts, and
 one for each power of two of short ones."""
 
+MAX_SHORT_PLANS = 32  # chunks of each power of two
 MAX_LINKS = 1 << 14  # of two instances of 128 ranks each
 
 log = structlog.get_logger(__name__)
@@ -510,8 +512,15 @@ class PrefillNodes:
         self._check_bandwidth(links)
         prefill = instance_from_proto(joined.prefill)
         check_compatible(prefill, self._own)
+        if len(joined.short_chunk_plans) > MAX_SHORT_PLANS:
+            raise RemoteProtocolError(
+                f"short_chunk_plans has {len(joined.short_chunk_plans)} entries; there can be {MAX_SHORT_PLANS}"
+            )
         plan = chunk_plan_from_proto(joined.chunk_plan)
-        peer.plan, peer.largest_piece_bytes = plan, self._check_largest_piece(peer, prefill, plan)
+        short_plans = tuple(map(chunk_plan_from_proto, joined.short_chunk_plans))
+        largest = max(self._check_largest_piece(peer, prefill, one) for one in (plan, *short_plans))
+        peer.plan, peer.largest_piece_bytes = plan, largest
+        peer.cut = Cut(plan=plan, largest_piece_bytes=largest, short_plans=short_plans)
         loop = asyncio.get_running_loop()
         peer.instance, peer.links, peer.last_incarnation = prefill, links, prefill.incarnation
         peer.over, peer.broken = loop.create_future(), loop.create_future()
@@ -599,7 +608,7 @@ class PrefillNodes:
         instance, peer.instance, peer.broken = peer.instance, None, None
         peer.joined.clear()
         peer.state, peer.reason, peer.links = "lost", reason, []
-        peer.plan, peer.largest_piece_bytes, peer.others_tokens = None, 0, None
+        peer.plan, peer.cut, peer.largest_piece_bytes, peer.others_tokens = None, None, 0, None
         peer.pieces.clear()
         for one in self.peers:
             if one.other is peer:

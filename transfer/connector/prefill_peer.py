@@ -22,6 +22,7 @@ from transfer.registry.convert import chunk_plan_to_proto, link_to_proto, sampli
 from transfer.registry.heartbeats import HeartbeatWatch
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.status import error_of, readable, tier_error_of
+from transfer.sizes import Cut
 from transfer.tracing import TRACEPARENT
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class PrefillPeer:
     instance: Instance | None = None  # while it is joined
     links: list[Link] = field(default_factory=list)
     plan: ChunkPlan | None = None  # how long prompts are divided; None while it is not joined
+    cut: Cut | None = None  # the plans of its join, see `takes_early_room`
     pieces: dict[ChunkPlan, int] = field(default_factory=dict)  # bytes of the largest piece of each plan
     largest_piece_bytes: int = 0  # of all known plans
     outstanding_tokens: int = 0  # tokens of this decode side's prompts whose calls have not ended
@@ -81,6 +83,11 @@ class PrefillPeer:
     def takes_room(self) -> bool:
         """Whether the node gets room in the stream of a prompt, and does not call `Reserve`."""
         return self.instance is not None and "room_in_stream" in self.instance.capabilities
+
+    @property
+    def takes_early_room(self) -> bool:
+        """Whether the node gets room in the stream of a prompt before it asks. If so, `cut` has all of its plans."""
+        return self.takes_room and self.instance is not None and "early_room" in self.instance.capabilities
 
     def status(self) -> pb.PeerStatus:
         """Return the status for operators."""
@@ -162,6 +169,7 @@ class PrefillPeer:
         cache_salt: str = "",
         traceparent: str = "",
         room: asyncio.Future[pb.PrefillRoom] | None = None,
+        early_room_plan: ChunkPlan | None = None,
     ) -> AsyncGenerator[pb.PrefillEvent, None]:
         """Have the node compute a prompt and send its KV; yield the events that it reports.
 
@@ -173,6 +181,7 @@ class PrefillPeer:
             cache_salt: Stored KV is shared only with requests of the same salt.
             traceparent: Parent span of the call; empty means that it is not traced.
             room: Sent to the node once it is set, in answer to `room_wanted`. None means that the node asks with `Reserve`.
+            early_room_plan: How the prompt is divided, if it has room already. The node does not ask for room then.
 
         Raises:
             TransferError: The call failed; see `transfer.registry.status`.
@@ -188,6 +197,7 @@ class PrefillPeer:
             start_token=start_token,
             engine_request=engine_request,
             cache_salt=cache_salt,
+            early_room_plan=None if early_room_plan is None else chunk_plan_to_proto(early_room_plan),
         )
         stub, metadata = await self.stub(), ((TRACEPARENT, traceparent),) if traceparent else None
         call = (

@@ -137,14 +137,16 @@ class AlreadyJoined(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ...) -> None: ...
 
 class Joined(_message.Message):
-    __slots__ = ("prefill", "chunk_plan", "links")
+    __slots__ = ("prefill", "chunk_plan", "links", "short_chunk_plans")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     CHUNK_PLAN_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    SHORT_CHUNK_PLANS_FIELD_NUMBER: _ClassVar[int]
     prefill: InstanceInfo
     chunk_plan: ChunkPlanInfo
     links: _containers.RepeatedCompositeFieldContainer[LinkStatus]
-    def __init__(self, prefill: _Optional[_Union[InstanceInfo, _Mapping]] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ...) -> None: ...
+    short_chunk_plans: _containers.RepeatedCompositeFieldContainer[ChunkPlanInfo]
+    def __init__(self, prefill: _Optional[_Union[InstanceInfo, _Mapping]] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., short_chunk_plans: _Optional[_Iterable[_Union[ChunkPlanInfo, _Mapping]]] = ...) -> None: ...
 
 class Beat(_message.Message):
     __slots__ = ("others_tokens",)
@@ -173,7 +175,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "start_token", "decode_incarnation", "sampling", "engine_request", "cache_salt")
+    __slots__ = ("request_id", "token_ids", "start_token", "decode_incarnation", "sampling", "engine_request", "cache_salt", "early_room_plan")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     START_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +183,7 @@ class PrefillRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     ENGINE_REQUEST_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    EARLY_ROOM_PLAN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     start_token: int
@@ -188,7 +191,8 @@ class PrefillRequest(_message.Message):
     sampling: SamplingParams
     engine_request: str
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., start_token: _Optional[int] = ..., decode_incarnation: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., engine_request: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    early_room_plan: ChunkPlanInfo
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., start_token: _Optional[int] = ..., decode_incarnation: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., engine_request: _Optional[str] = ..., cache_salt: _Optional[str] = ..., early_room_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ...) -> None: ...
 
 class PrefillMessage(_message.Message):
     __slots__ = ("request", "room")

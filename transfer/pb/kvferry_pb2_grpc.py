@@ -469,7 +469,8 @@ class PrefillControlServicer(object):
     def PrefillIntoRoom(self, request_iterator, context):
         """As `Prefill`, but the decode side answers about room in the same stream, and `Reserve` is not called. The first message has
         `request`. When this side could begin, it sends `room_wanted` once. The decode side answers with `room` when it has room, without a
-        time limit. Only for prefill sides with the capability "room_in_stream".
+        time limit. If the request has `early_room_plan`, the decode side sends `room` by itself. Only for prefill sides with the capability
+        "room_in_stream".
 
         Errors as of `Prefill`. INVALID_ARGUMENT also for a message out of this order.
         """

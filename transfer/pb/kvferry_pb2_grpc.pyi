@@ -303,7 +303,8 @@ class PrefillControlStub:
     ]
     """As `Prefill`, but the decode side answers about room in the same stream, and `Reserve` is not called. The first message has
     `request`. When this side could begin, it sends `room_wanted` once. The decode side answers with `room` when it has room, without a
-    time limit. Only for prefill sides with the capability "room_in_stream".
+    time limit. If the request has `early_room_plan`, the decode side sends `room` by itself. Only for prefill sides with the capability
+    "room_in_stream".
 
     Errors as of `Prefill`. INVALID_ARGUMENT also for a message out of this order.
     """
@@ -368,7 +369,8 @@ class PrefillControlAsyncStub:
     ]
     """As `Prefill`, but the decode side answers about room in the same stream, and `Reserve` is not called. The first message has
     `request`. When this side could begin, it sends `room_wanted` once. The decode side answers with `room` when it has room, without a
-    time limit. Only for prefill sides with the capability "room_in_stream".
+    time limit. If the request has `early_room_plan`, the decode side sends `room` by itself. Only for prefill sides with the capability
+    "room_in_stream".
 
     Errors as of `Prefill`. INVALID_ARGUMENT also for a message out of this order.
     """
@@ -439,7 +441,8 @@ class PrefillControlServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[transfer.pb.kvferry_pb2.PrefillEvent], collections.abc.AsyncIterator[transfer.pb.kvferry_pb2.PrefillEvent]]:
         """As `Prefill`, but the decode side answers about room in the same stream, and `Reserve` is not called. The first message has
         `request`. When this side could begin, it sends `room_wanted` once. The decode side answers with `room` when it has room, without a
-        time limit. Only for prefill sides with the capability "room_in_stream".
+        time limit. If the request has `early_room_plan`, the decode side sends `room` by itself. Only for prefill sides with the capability
+        "room_in_stream".
 
         Errors as of `Prefill`. INVALID_ARGUMENT also for a message out of this order.
         """
