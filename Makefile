@@ -108,7 +108,7 @@ spelling: setup
 
 # Only their own tests count for the pure core and the state machines. A branch without a test is an undocumented rule.
 CORE_TESTS := tests/unit/test_{layout,layer_groups,chunk,piece_size,ring,ring_index,messages,page_allocator,instance,breaker,model_shape,model_directory,plan}.py \
-	tests/protocol/test_{sender,sender_direct,receiver,rules,hostile_decode,ring_rules}.py tests/decode/test_{admission,ngram}.py tests/prefill/test_{scheduler,stored_prefix}.py tests/storage/test_keys.py \
+	tests/protocol/test_{sender,sender_direct,staging,receiver,rules,hostile_decode,ring_rules}.py tests/decode/test_{admission,ngram}.py tests/prefill/test_{scheduler,stored_prefix}.py tests/storage/test_keys.py \
 	tests/offload/test_{host_tier,jobs,page_placement,rules,sizes,tiered_request}.py
 CORE := transfer/layout.py,transfer/layer_groups.py,transfer/chunk.py,transfer/piece.py,transfer/piece_size.py,transfer/ring.py,transfer/ring_index.py,transfer/messages.py,$\
 	transfer/pool/page_allocator.py,transfer/instance.py,transfer/breaker.py,transfer/storage/halving.py,transfer/storage/keys.py,transfer/storage/pages.py,$\
@@ -116,7 +116,7 @@ CORE := transfer/layout.py,transfer/layer_groups.py,transfer/chunk.py,transfer/p
 	decode_node/offload/host_tier.py,decode_node/offload/jobs.py,decode_node/offload/rules.py,$\
 	decode_node/offload/page_placement.py,decode_node/offload/sizes.py,decode_node/offload/tiered_request.py,$\
 	decode_node/admission.py,decode_node/ngram.py,transfer/session_events.py,transfer/receive/receiver.py,transfer/receive/events.py,transfer/receive/state.py,$\
-	prefill_node/scheduler.py,prefill_node/stored_prefix.py,transfer/send/sender.py,transfer/send/events.py,transfer/send/state.py
+	prefill_node/scheduler.py,prefill_node/stored_prefix.py,transfer/send/sender.py,transfer/send/events.py,transfer/send/staging_arena.py,transfer/send/state.py
 
 coverage: setup ## check that tests cover every branch of the pure core
 	@$(BIN)/python -m pytest -q -n 2 $(CORE_TESTS) --cov --cov-branch --cov-report=

@@ -42,6 +42,7 @@ from transfer.registry.server import TransferControlServicer, serve
 from transfer.ring import StagingAllocator, Watermark
 from transfer.send import events as tx
 from transfer.send.sender import Sender
+from transfer.send.staging_arena import aligned
 
 LAYOUT = KVLayout.uniform(num_layers=8, num_kv_heads=12, head_dim=32, dtype=DType.FLOAT16)
 PLAN = ChunkPlan(chunk_tokens=64)
@@ -115,7 +116,8 @@ class Writer:
         self._name = name
         self._numbers = itertools.count()
         self._machine = Sender(
-            tx.SenderSettings(num_slots=8, grants_ahead=GRANTS_AHEAD, repeat_after_s=_NEVER_S), incarnation=life_of(session)
+            tx.SenderSettings(num_slots=8, slot_bytes=aligned(CHUNK_BYTES), grants_ahead=GRANTS_AHEAD, repeat_after_s=_NEVER_S),
+            incarnation=life_of(session),
         )
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self.num_granted = 0
@@ -170,9 +172,9 @@ class Writer:
                     self.asked_at_s = time.perf_counter()
                 self._send(encode(action.message))
             case tx.StartGather():
-                self._pump.feed(tx.GatherFinished(slot=action.slot, digest=1))
+                self._pump.feed(tx.GatherFinished(place=action.place, digest=1))
             case tx.StartWrite():
-                self._pump.feed(tx.WriteFinished(slot=action.slot))
+                self._pump.feed(tx.WriteFinished(place=action.place))
             case tx.OutgoingSent():
                 done = self._waiting.pop(action.request_id)
                 if not done.done():  # it is when nobody waits any more, because the measuring is over

@@ -143,7 +143,8 @@ def many_grants(watch: Watch, *, num_grants: int = NUM_LIVE_GRANTS) -> None:
     Real: the machines, and a ring that the grants fill.
     """
     num_requests = 10
-    chunks = num_grants // num_requests
+    chunks = num_tokens = num_grants // num_requests
+    plan = ChunkPlan(chunk_tokens=1)
     machines = Machines(
         watch,
         TINY,
@@ -153,8 +154,8 @@ def many_grants(watch: Watch, *, num_grants: int = NUM_LIVE_GRANTS) -> None:
         ring_bytes=num_grants * ALIGNMENT_BYTES,
         grants_ahead=MAX_CHUNKS_PER_MESSAGE,
         num_slots=64,
+        plan=plan,
     )
-    plan, num_tokens = ChunkPlan(chunk_tokens=1), chunks
     for number in range(num_requests):
         machines.start(f"request {number}", num_tokens, plan=plan)
         machines.run()
@@ -228,7 +229,7 @@ def collector_pause(watch: Watch, *, num_requests: int = 8, num_tokens: int = CO
     """
     machines = _nearly_whole(Watch(), num_requests, num_tokens)
     for rank in machines.senders:
-        rank.machine = Sender(SenderSettings(), incarnation=1)
+        rank.machine = Sender(SenderSettings(slot_bytes=1), incarnation=1)
     forget_plans()
     gc.collect()
     watch.turn("full collection", gc.collect, with_gc=True)

@@ -15,7 +15,7 @@ from typing import Any
 import transfer.chunk
 import transfer.layout
 from bench.loop_turns import Watch
-from transfer.chunk import ChunkPlan, split_into_chunks
+from transfer.chunk import ChunkPlan, largest_wire_bytes, split_into_chunks
 from transfer.control.base import WATCH_BATCH, WATCH_S
 from transfer.layout import KVLayout, Route, Shard, routes, wire_dtype
 from transfer.piece import RankRequest, SessionRoute
@@ -24,6 +24,7 @@ from transfer.receive.receiver import Receiver
 from transfer.ring import ALIGNMENT_BYTES, MAX_ATTEMPTS, Grant, StagingAllocator
 from transfer.send import events as source
 from transfer.send.sender import Sender
+from transfer.send.staging_arena import aligned
 
 RING_BYTES = 2 << 30  # the default on a GPU; nothing lies in it here
 PLAN = ChunkPlan(chunk_tokens=128)
@@ -55,6 +56,7 @@ class Machines:
     Args:
         watch: Measures their turns.
         is_one_sided: Writes need no receive.
+        plan: Staging memory has `num_slots` slots for its pieces.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Machines:
         is_one_sided: bool = True,
         ring_bytes: int = RING_BYTES,
         num_slots: int = 4,
+        plan: ChunkPlan = PLAN,
         grants_ahead: int = 8,
     ) -> None:
         self.watch = watch
@@ -78,7 +81,8 @@ class Machines:
         self.rings = [StagingAllocator(ring_bytes, incarnation=DECODE_LIFE) for _ in range(decode.num_ranks)]
         settings = target.ReceiverSettings()
         self.receivers = [_Rank(Receiver(settings, ring), "decode") for ring in self.rings]
-        self._settings = source.SenderSettings(num_slots=num_slots, grants_ahead=grants_ahead)
+        slot_bytes = aligned(largest_wire_bytes(plan, layout, self.routes, wire_dtype(layout, prefill, decode)))
+        self._settings = source.SenderSettings(num_slots=num_slots, slot_bytes=slot_bytes, grants_ahead=grants_ahead)
         self.sessions: dict[int, tuple[int, int]] = {}
         self._numbers = itertools.count(1)
         self.replace_senders()
@@ -250,9 +254,9 @@ class Machines:
                     receiver = self.receivers[self.sessions[action.session][1]]
                     receiver.events.append(target.MessageArrived(session=action.session, message=action.message))
             case source.StartGather():
-                rank.events.append(source.GatherFinished(slot=action.slot, digest=7))
+                rank.events.append(source.GatherFinished(place=action.place, digest=7))
             case source.StartWrite():
-                rank.events.append(source.WriteFinished(slot=action.slot))
+                rank.events.append(source.WriteFinished(place=action.place))
                 if not self.is_one_sided and action.piece.session in self.sessions:
                     receiver = self.receivers[self.sessions[action.piece.session][1]]
                     receiver.events.append(target.ReceiveSettled(grant=action.piece.granted, num_bytes=action.piece.num_bytes))

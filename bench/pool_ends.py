@@ -170,7 +170,7 @@ class PrefillEnd:
             owner=self,
             pool=self.picker.pool,
             staging=StagingBuffer(num_bytes=setting.num_slots * slot_bytes, device=device),
-            settings=SenderSettings(num_slots=setting.num_slots),
+            settings=SenderSettings(num_slots=setting.num_slots, slot_bytes=slot_bytes),
         )
         self._sessions = DecodeSessions(
             context=context,

@@ -101,7 +101,7 @@ class SendingRank:
             owner=self,
             pool=self.pages.pool,
             staging=StagingBuffer(num_bytes=NUM_SLOTS * slot_bytes),
-            settings=SenderSettings(num_slots=NUM_SLOTS, grants_ahead=4, repeat_after_s=0.2),
+            settings=SenderSettings(num_slots=NUM_SLOTS, slot_bytes=slot_bytes, grants_ahead=4, repeat_after_s=0.2),
         )
         self.loop.watch_sessions(lambda session, reason: self.closed.append(session))
 

@@ -159,7 +159,7 @@ class PrefillWorker:
             owner=self.outgoing,
             pool=pool,
             staging=staging,
-            settings=SenderSettings(num_slots=num_slots),
+            settings=SenderSettings(num_slots=num_slots, slot_bytes=slot_bytes),
             host=host,
         )
         opening.pop_all()  # the sender closes it
@@ -417,7 +417,6 @@ class PrefillWorker:
             "pid": os.getpid(),
             **self._pool_status(),
             **outgoing,
-            "staging_slots": self._config.staging.num_slots,
             "requests": len(self._requests) + outgoing["requests"],
         }
 

@@ -215,11 +215,17 @@ class WaitingGrants(Generic[_S, _T]):
             del self._blockers[name]
             self._look(self._items[name][0])
 
-    def pop(self) -> _T:
-        """Remove and return the oldest grant that may go. Raise IndexError if all must wait: see `has_free`."""
+    def first(self) -> _T:
+        """Return the oldest grant that may go. Raise IndexError if all must wait: see `has_free`."""
         if not self.has_free:
             raise IndexError(f"{len(self)} grants wait, and none may go")
-        return self._items.pop(heapq.heappop(self._free))[1]
+        return self._items[self._free[0]][1]
+
+    def pop(self) -> _T:
+        """Remove and return the oldest grant that may go. Raise IndexError if all must wait: see `has_free`."""
+        item = self.first()
+        del self._items[heapq.heappop(self._free)]
+        return item
 
     def _is_free(self, name: int) -> bool:
         return name in self._items and name not in self._blockers and name not in self._later

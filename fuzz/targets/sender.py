@@ -1,6 +1,6 @@
 """The writer's protocol machine against a decode rank that says anything, at any time; this side's own events are lawful.
 
-After every step the machine's invariants hold, and what is asked of this side's memory is possible: a gather into a slot that is
+After every step the machine's invariants hold, and what is asked of this side's memory is possible: a gather into a place that is
 free, of pages that were not given back; a write that lies in the ring that the peer has told. In the end the peer goes away, and
 nothing may be left.
 """
@@ -50,6 +50,7 @@ from transfer.piece import RankRequest, SessionRoute
 from transfer.ring import ALIGNMENT_BYTES, MAX_KEPT_RANGES, Grant, Watermark
 from transfer.send import events as tx
 from transfer.send.sender import MAX_DIRECT_GATHERS, MAX_SPENT_KEYS, Sender
+from transfer.transport.base import REGION_ALIGNMENT_BYTES
 
 
 class World:
@@ -57,7 +58,10 @@ class World:
 
     def __init__(self, setting: Step) -> None:
         self.num_slots = 1 + setting.below(4)
-        settings = tx.SenderSettings(num_slots=self.num_slots, grants_ahead=1 + setting.below(8), write_timeout_s=30.0)
+        self.staging_bytes = self.num_slots * REGION_ALIGNMENT_BYTES
+        settings = tx.SenderSettings(
+            num_slots=self.num_slots, slot_bytes=REGION_ALIGNMENT_BYTES, grants_ahead=1 + setting.below(8), write_timeout_s=30.0
+        )
         self.machine = Sender(settings, incarnation=PREFILL_LIFE)
         every = routes_of(setting.number())
         self.routes = tuple(route for route in every if route.prefill_rank == 0)
@@ -95,7 +99,7 @@ class World:
         if self.open.pop(session, None) is None:
             return
         self.session_of = {rank: number for rank, number in self.session_of.items() if number != session}
-        self.writing = {slot: write for slot, write in self.writing.items() if write.piece.session != session}
+        self.writing = {place: write for place, write in self.writing.items() if write.piece.session != session}
         self.tell(tx.SenderSessionLost(session=session, reason=reason))
 
     def start(self, request_id: str, num_tokens: int, start_token: int) -> None:
@@ -128,13 +132,13 @@ class World:
             self.uncomputed[request_id] += 1
             self.tell(tx.ChunkComputed(request_id=request_id, chunk=chunk))
 
-    def end_gather(self, slot: int) -> None:
-        del self.gathering[slot]
-        self.tell(tx.GatherFinished(slot=slot, digest=slot))
+    def end_gather(self, place: int) -> None:
+        del self.gathering[place]
+        self.tell(tx.GatherFinished(place=place, digest=place))
 
-    def end_write(self, slot: int, *, is_failed: bool) -> None:
-        del self.writing[slot]
-        self.tell(tx.SlotWriteFailed(slot=slot, reason="broke") if is_failed else tx.WriteFinished(slot=slot))
+    def end_write(self, place: int, *, is_failed: bool) -> None:
+        del self.writing[place]
+        self.tell(tx.StagedWriteFailed(place=place, reason="broke") if is_failed else tx.WriteFinished(place=place))
 
     # The machine
 
@@ -152,7 +156,8 @@ class World:
     def _take(self, action: tx.Action) -> None:
         match action:
             case tx.StartGather():
-                require(action.slot not in self.gathering and action.slot not in self.writing, "a slot that is in use")
+                require(action.place not in self.gathering and action.place not in self.writing, "a place that is in use")
+                self._check_place(action)
                 require(action.piece.request_id in self.kept, "a gather from pages that were given back")
                 require(
                     action.piece.chunk.index < self.uncomputed[action.piece.request_id],
@@ -160,13 +165,13 @@ class World:
                 )
                 self._check_target(action.piece.granted, action.piece.num_bytes)
                 self._check_writable(action.piece.session, action.piece.granted)
-                self.gathering[action.slot] = action
+                self.gathering[action.place] = action
             case tx.StartWrite():
                 require(action.piece.session in self.open, "a write on a session that is closed")
-                require(action.slot not in self.gathering and action.slot not in self.writing, "a slot that is in use")
+                require(action.place not in self.gathering and action.place not in self.writing, "a place that is in use")
                 require(not self.open[action.piece.session], "a write on a direct session")
                 self._check_target(action.piece.granted, action.piece.num_bytes)
-                self.writing[action.slot] = action
+                self.writing[action.place] = action
             case tx.Decline():
                 require(action.session in self.open and 0 <= action.key < 2**61, f"{action!r} cannot be declined")
             case tx.Send():
@@ -181,6 +186,14 @@ class World:
                 require(action.request_id in self.started, "a second outcome")
                 require(action.request_id not in self.kept, "an outcome before the pages are given back")
                 self.started.discard(action.request_id)
+
+    def _check_place(self, action: tx.StartGather) -> None:
+        begin, end = action.place, action.place + action.piece.num_bytes
+        under_way: dict[int, tx.StartGather | tx.StartWrite] = {**self.gathering, **self.writing}
+        others = [(place, place + other.piece.num_bytes) for place, other in under_way.items()]
+        is_alone = all(begin >= other_end or end <= other for other, other_end in others)
+        is_staged = is_alone and end <= self.staging_bytes
+        require(is_staged or begin >= self.staging_bytes, f"a piece in [{begin}, {end}) of {self.staging_bytes} bytes")
 
     def _check_target(self, grant: Grant, num_bytes: int) -> None:
         capacity = self.cells * ALIGNMENT_BYTES
@@ -266,8 +279,8 @@ class World:
             state = self.machine._sessions[session]
             require(not state.spent and not state.written, "a key or a piece waits for bytes that were released")
             self.lose(session)
-        for slot in list(self.gathering):
-            self.end_gather(slot)
+        for place in list(self.gathering):
+            self.end_gather(place)
         require(self.machine.is_idle and self.machine.num_slots_used == 0, "something is left of requests that are over")
         require(not self.started and not self.kept, f"no outcome for {self.started}, pages of {self.kept} never given back")
         require(not self.machine._sessions and not self.machine._eager, "something is left of sessions that are over")

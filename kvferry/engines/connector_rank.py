@@ -313,7 +313,7 @@ class ConnectorRank:
             owner=pages.rank,
             pool=engine.pool,
             staging=staging,
-            settings=SenderSettings(num_slots=num_slots),
+            settings=SenderSettings(num_slots=num_slots, slot_bytes=slot_bytes),
         )
         sessions = DecodeSessions(
             context=context,

@@ -26,7 +26,7 @@ from transfer.load_config import load_config
 from transfer.messages import MESSAGE_TYPES, Message
 from transfer.registry import convert
 from transfer.ring import RingView, StagingAllocator, grant_key
-from transfer.send.state import SessionState, StagingSlots
+from transfer.send.state import PiecesUnderWay, SessionState
 from transfer.storage import envelope
 from transfer.storage.base import Outcome
 from transfer.transport import cuda_ipc_blob
@@ -109,7 +109,7 @@ PLANTS: dict[str, tuple[str, object, str, object]] = {
     "a choice that there is not": ("plan_flags", plan_flags, "make_plan_for", unchecked_policy),
     "any grant is one of the ring": ("sender", RingView, "can_hold", lambda self, grant, num_bytes: True),
     "receives are posted early": ("receiver", StagingAllocator, "blocker_of", lambda self, grant: None),
-    "slots are kept": ("sender", StagingSlots, "free", lambda self, piece: setattr(piece, "slot", None)),
+    "places are kept": ("sender", PiecesUnderWay, "free", lambda self, piece: setattr(piece, "place", None)),
     "a declined second attempt is forgotten": (
         "sender",
         SessionState,

@@ -58,12 +58,13 @@ MODULES = {
     "sender": "transfer.send.sender",
     "sender_state": "transfer.send.state",
     "sender_events": "transfer.send.events",
+    "staging_arena": "transfer.send.staging_arena",
     "receiver": "transfer.receive.receiver",
     "receiver_state": "transfer.receive.state",
     "receiver_events": "transfer.receive.events",
 }
 _RING = ["tests/protocol/test_ring_rules.py", "tests/protocol/test_rules.py", "tests/unit/test_ring.py"]
-_SENDER = [f"tests/protocol/test_{name}.py" for name in ("sender", "sender_direct", "hostile_decode", "rules")]
+_SENDER = [f"tests/protocol/test_{name}.py" for name in ("sender", "sender_direct", "staging", "hostile_decode", "rules")]
 _RECEIVER = ["tests/protocol/test_receiver.py", "tests/protocol/test_rules.py"]
 OWN_TESTS = {
     "ring": _RING,
@@ -72,6 +73,7 @@ OWN_TESTS = {
     "sender": _SENDER,
     "sender_state": _SENDER,
     "sender_events": _SENDER,
+    "staging_arena": ["tests/protocol/test_staging.py"],
     "receiver": _RECEIVER,
     "receiver_state": _RECEIVER,
     "receiver_events": _RECEIVER,

@@ -27,8 +27,11 @@ from transfer.receive.receiver import Receiver
 from transfer.ring import ALIGNMENT_BYTES, Grant, StagingAllocator, Watermark
 from transfer.send import events as tx
 from transfer.send.sender import Sender
+from transfer.transport.base import REGION_ALIGNMENT_BYTES
 
 CELL = ALIGNMENT_BYTES
+SLOT = REGION_ALIGNMENT_BYTES
+"""Staging memory for one piece, however small."""
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=4, head_dim=4, dtype=DType.FLOAT16)
 PLAN = ChunkPlan(chunk_tokens=4)
 WHOLE_CHUNK = 4 * 128  # bytes of a chunk of four tokens that travels on one route from one rank to one rank
@@ -102,13 +105,16 @@ class SenderHand:
         *,
         ring_cells: int = 8,
         num_slots: int = 2,
+        slot_bytes: int = SLOT,
         grants_ahead: int = 4,
         prefill_tp: int = 1,
         decode_tp: int = 1,
         write_timeout_s: float = 30.0,
         direct: frozenset[int] = frozenset(),
     ) -> None:
-        settings = tx.SenderSettings(num_slots=num_slots, grants_ahead=grants_ahead, write_timeout_s=write_timeout_s)
+        settings = tx.SenderSettings(
+            num_slots=num_slots, slot_bytes=slot_bytes, grants_ahead=grants_ahead, write_timeout_s=write_timeout_s
+        )
         self.machine = Sender(settings, incarnation=PREFILL_LIFE)
         self.now_s = 0.0
         self.sequence = 0
@@ -132,9 +138,9 @@ class SenderHand:
             )
         )
 
-    def start(self, request_id: str = "r", *, num_tokens: int = 8) -> list[tx.Action]:
+    def start(self, request_id: str = "r", *, num_tokens: int = 8, plan: ChunkPlan = PLAN) -> list[tx.Action]:
         mine = [SessionRoute(route=route, session=1 + route.decode_rank) for route in self.routes]
-        return self.tell(tx.OutgoingStarted(request=outgoing(incoming(request_id, (), num_tokens=num_tokens), mine)))
+        return self.tell(tx.OutgoingStarted(request=outgoing(incoming(request_id, (), num_tokens=num_tokens, plan=plan), mine)))
 
     def compute(self, chunk: int, request_id: str = "r", *, event: Any = None) -> list[tx.Action]:
         return self.tell(tx.ChunkComputed(request_id=request_id, chunk=chunk, event=event))
@@ -170,30 +176,30 @@ class SenderHand:
         mark = Watermark(incarnation=DECODE_LIFE, sequence=self.sequence, position=position, released=released)
         return self.tell(tx.WatermarkArrived(session=session, watermark=mark))
 
-    def gathered(self, slot: int) -> list[tx.Action]:
-        return self.tell(tx.GatherFinished(slot=slot, digest=slot + 100))
+    def gathered(self, place: int) -> list[tx.Action]:
+        return self.tell(tx.GatherFinished(place=place, digest=place + 100))
 
-    def written(self, slot: int) -> list[tx.Action]:
-        return self.tell(tx.WriteFinished(slot=slot))
+    def written(self, place: int) -> list[tx.Action]:
+        return self.tell(tx.WriteFinished(place=place))
 
-    def finish(self, slot: int) -> list[tx.Action]:
-        """End the gather and the write of a slot. Return the actions of the write's end."""
-        self.gathered(slot)
-        return self.written(slot)
+    def finish(self, place: int) -> list[tx.Action]:
+        """End the gather and the write at a place. Return the actions of the write's end."""
+        self.gathered(place)
+        return self.written(place)
 
     def to_gathering(self, grant: Grant | None = None, *, num_tokens: int = 4) -> None:
-        """One request, its first chunk being gathered, with slot 0."""
+        """One request, its first chunk being gathered, at place 0."""
         self.start(num_tokens=num_tokens)
         self.grant({0: grant or cells(0, 2)})
         assert of_type(self.compute(0), tx.StartGather)
 
     def to_writing(self, grant: Grant | None = None, *, num_tokens: int = 4) -> None:
-        """One request, its first chunk being written from slot 0."""
+        """One request, its first chunk being written from place 0."""
         self.to_gathering(grant, num_tokens=num_tokens)
         assert of_type(self.gathered(0), tx.StartWrite)
 
     def to_written(self, grant: Grant | None = None, *, num_tokens: int = 4) -> None:
-        """One request, its first chunk written from slot 0 and not released."""
+        """One request, its first chunk written from place 0 and not released."""
         self.to_writing(grant, num_tokens=num_tokens)
         self.written(0)
 

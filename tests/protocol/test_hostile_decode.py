@@ -72,13 +72,13 @@ def test_a_ring_full_of_direct_pieces_that_are_never_taken_over_ends_its_session
     sender.grant({chunk: cells(2 * chunk, 2 * chunk + 2) for chunk in range(4)})
     gathers = [of_type(sender.compute(chunk), tx.StartGather)[0] for chunk in range(4)]
     for gather in gathers[:3]:
-        sender.gathered(gather.slot)
+        sender.gathered(gather.place)
     assert not of_type(sender.tell(tx.Tick(), now_s=5.0), tx.CloseSession)
     (close,) = of_type(sender.tell(tx.Tick(), now_s=5.5), tx.CloseSession)
     assert close.reason == "a write of 512 bytes was not taken over for more than 5 s"
     assert sender.tell(tx.SenderSessionLost(session=1, reason=close.reason)) == []
     assert not sender.machine.is_idle and sender.machine.num_slots_used == 0
-    over = sender.gathered(gathers[3].slot)
+    over = sender.gathered(gathers[3].place)
     assert [type(action) for action in over] == [tx.SourceReleased, tx.OutgoingFailed]
     assert sender.machine.is_idle
 
@@ -88,9 +88,9 @@ def settle(sender: SenderHand, actions: list[tx.Action]) -> list[tx.Action]:
     every = list(actions)
     for action in every:
         if isinstance(action, tx.StartGather):
-            every += sender.gathered(action.slot)
+            every += sender.gathered(action.place)
         elif isinstance(action, tx.StartWrite):
-            every += sender.written(action.slot)
+            every += sender.written(action.place)
     return every
 
 

@@ -49,9 +49,9 @@ class Pair:
                 case tx.Send():
                     self._to_receiver.append(rx.MessageArrived(session=1, message=action.message))
                 case tx.StartGather():
-                    self._to_sender.append(tx.GatherFinished(slot=action.slot, digest=7))
+                    self._to_sender.append(tx.GatherFinished(place=action.place, digest=7))
                 case tx.StartWrite():
-                    self._to_sender.append(tx.WriteFinished(slot=action.slot))
+                    self._to_sender.append(tx.WriteFinished(place=action.place))
                 case tx.OutgoingSent():
                     self.sent.append(action.request_id)
                 case tx.CloseSession() | tx.OutgoingFailed():

@@ -128,8 +128,8 @@ class Network(RuleBasedStateMachine):
     @rule(pick=PICK)
     def finish_gather(self, pick: int) -> None:
         gather = self.gathering.pop(pick % len(self.gathering))
-        self.in_slot[gather.slot] = Tag(request_id=gather.piece.request_id, route=0, chunk=gather.piece.chunk.index)
-        self._tell_sender(tx.GatherFinished(slot=gather.slot, digest=7))
+        self.in_slot[gather.place] = Tag(request_id=gather.piece.request_id, route=0, chunk=gather.piece.chunk.index)
+        self._tell_sender(tx.GatherFinished(place=gather.place, digest=7))
 
     @precondition(lambda self: self._landing_keys())
     @rule(pick=PICK, breaks=st.sampled_from([False, False, True]))
@@ -151,7 +151,7 @@ class Network(RuleBasedStateMachine):
             self.memory.settle(post.piece.grant, post.piece.num_bytes)
             self._tell_receiver(rx.ReceiveSettled(grant=post.piece.grant, num_bytes=num_bytes))
         if shipment.slot is not None:
-            self._tell_sender(tx.WriteFinished(slot=shipment.slot))
+            self._tell_sender(tx.WriteFinished(place=shipment.slot))
 
     @precondition(lambda self: self.scattering)
     @rule(pick=PICK)
@@ -235,17 +235,17 @@ class Network(RuleBasedStateMachine):
                 case tx.Send():
                     self.messages.append((True, encode(action.message)))
                 case tx.StartGather():
-                    self.in_slot.pop(action.slot, None)
+                    self.in_slot.pop(action.place, None)
                     self.gathering.append(action)
                 case tx.StartWrite():
-                    tag = self.in_slot[action.slot]
+                    tag = self.in_slot[action.place]
                     self._ship(
                         action.key,
                         Shipment(
                             number=action.key,
                             grant=action.piece.granted,
                             num_bytes=action.piece.num_bytes,
-                            slot=action.slot,
+                            slot=action.place,
                             tag=tag,
                         ),
                     )

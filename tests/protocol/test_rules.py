@@ -10,6 +10,7 @@ from tests.protocol.machines import (
     LAYOUT,
     PLAN,
     PREFILL_LIFE,
+    SLOT,
     WHOLE_CHUNK,
     ReceiverHand,
     SenderHand,
@@ -56,8 +57,8 @@ def test_rule_02_a_writer_writes_only_when_the_bytes_are_released() -> None:
     assert not of_type(sender.compute(1), tx.StartGather)
     (gather,) = of_type(sender.watermark(2 * CELL), tx.StartGather)
     assert gather.piece.chunk.index == 0
-    assert of_type(sender.gathered(gather.slot), tx.StartWrite)
-    assert not of_type(sender.written(gather.slot), tx.StartGather)  # its bytes are written, not released
+    assert of_type(sender.gathered(gather.place), tx.StartWrite)
+    assert not of_type(sender.written(gather.place), tx.StartGather)  # its bytes are written, not released
     (gather,) = of_type(sender.watermark(4 * CELL), tx.StartGather)
     assert gather.piece.chunk.index == 1
 
@@ -175,16 +176,16 @@ def test_rule_09_a_failure_is_reported_only_after_every_sibling_write_has_settle
     for chunk in range(3):
         sender.compute(chunk)
     sender.finish(0)
-    sender.gathered(1)
+    sender.gathered(SLOT)
     actions = sender.tell(tx.OutgoingAborted(request_id="r", reason="engine failed"))  # 0 written, 1 writing, 2 gathering
     assert not of_type(actions, tx.OutgoingFailed)
     assert not messages(actions, WriterDrained)
-    actions = sender.gathered(2)
+    actions = sender.gathered(2 * SLOT)
     assert of_type(actions, tx.Decline)
     assert of_type(actions, tx.SourceReleased)
     assert not of_type(actions, tx.StartWrite)
     assert not of_type(actions, tx.OutgoingFailed)
-    actions = sender.written(1)
+    actions = sender.written(SLOT)
     assert [failed.reason for failed in of_type(actions, tx.OutgoingFailed)] == ["engine failed"]
     assert len(messages(actions, WriterDrained)) == 1
     assert sender.machine.is_idle

@@ -11,6 +11,7 @@ from tests.protocol.machines import (
     CELL,
     DECODE_LIFE,
     PREFILL_LIFE,
+    SLOT,
     SenderHand,
     cells,
     count_lines,
@@ -24,7 +25,8 @@ from transfer.messages import AbortTransfer, ChunkReady, GrantRequest, WriterDra
 from transfer.ring import Grant, RingView, Watermark, grant_key
 from transfer.send import events as tx
 from transfer.send import sender as sender_module
-from transfer.send.state import SenderPiece, SenderStage, SessionState, StagingSlots
+from transfer.send.staging_arena import StagingArena
+from transfer.send.state import SenderPiece, SenderStage, SessionState
 
 
 def test_a_request_goes_from_start_to_sent() -> None:
@@ -35,11 +37,11 @@ def test_a_request_goes_from_start_to_sent() -> None:
     assert (asked.incarnation, asked.request_id, asked.route) == (PREFILL_LIFE, "r", 0)
     sender.grant({0: cells(0, 2)})
     (gather,) = of_type(sender.compute(0), tx.StartGather)
-    actions = sender.gathered(gather.slot)
+    actions = sender.gathered(gather.place)
     (write,) = of_type(actions, tx.StartWrite)
     assert of_type(actions, tx.SourceReleased)
-    assert (write.slot, write.piece.grant, write.piece.num_bytes, write.key) == (gather.slot, cells(0, 2), 512, grant_key(0, 0))
-    (ready,) = messages(sender.written(write.slot), ChunkReady)
+    assert (write.place, write.piece.grant, write.piece.num_bytes, write.key) == (gather.place, cells(0, 2), 512, grant_key(0, 0))
+    (ready,) = messages(sender.written(write.place), ChunkReady)
     assert (ready.begin, ready.num_bytes, ready.digest, ready.attempt) == (0, 512, 100, 0)
     actions = sender.watermark(2 * CELL)
     assert [type(action) for action in actions] == [tx.PieceReleased, tx.OutgoingSent]  # the pages were released before
@@ -69,7 +71,7 @@ def test_what_is_sent_while_the_rest_is_computed_is_not_exposed() -> None:
     for chunk, now_s in ((0, 1.0), (1, 6.0)):
         sender.now_s = now_s
         sender.compute(chunk)
-        sender.finish(chunk)
+        sender.finish(chunk * SLOT)
     sender.now_s = 8.0
     (sent,) = of_type(sender.watermark(4 * CELL), tx.OutgoingSent)
     assert (sent.stats.transfer_s, sent.stats.exposed_s) == (7.0, 2.0)
@@ -93,7 +95,7 @@ def test_grants_are_asked_for_within_the_window() -> None:
     assert not messages(sender.grant({0: cells(0, 2), 1: cells(2, 4)}), GrantRequest)
     for chunk in (0, 1):
         sender.compute(chunk)
-        assert not messages(sender.finish(chunk), GrantRequest)
+        assert not messages(sender.finish(chunk * SLOT), GrantRequest)
     (next_one,) = messages(sender.watermark(2 * CELL), GrantRequest)
     assert [chunk.chunk for chunk in next_one.chunks] == [2]
 
@@ -136,7 +138,7 @@ def test_a_rejected_chunk_is_written_again_from_its_slot() -> None:
     sender = SenderHand()
     sender.to_written()
     (write,) = of_type(sender.reject(0), tx.StartWrite)
-    assert (write.slot, write.key) == (0, grant_key(0, 1))
+    assert (write.place, write.key) == (0, grant_key(0, 1))
     assert not of_type(sender.reject(0), tx.StartWrite)  # said twice
     (ready,) = messages(sender.written(0), ChunkReady)
     assert ready.attempt == 1
@@ -253,14 +255,14 @@ def test_a_rejection_while_a_failed_request_still_writes_is_declined() -> None:
     sender.grant({chunk: cells(2 * chunk, 2 * chunk + 2) for chunk in range(3)})
     for chunk in range(3):
         sender.compute(chunk)
-        sender.gathered(chunk)
+        sender.gathered(chunk * SLOT)
     sender.written(0)
     sender.abort()
-    sender.written(1)
+    sender.written(SLOT)
     assert sender.machine.num_requests == 1  # chunk 2 is still being written
     assert declined(sender.reject(0, chunk=0)) == [grant_key(0, 1)]
     assert declined(sender.reject(2 * CELL, chunk=1)) == [grant_key(2 * CELL, 1)]
-    assert of_type(sender.written(2), tx.OutgoingFailed)
+    assert of_type(sender.written(2 * SLOT), tx.OutgoingFailed)
 
 
 def test_a_grant_that_was_not_asked_for_is_not_taken() -> None:
@@ -372,7 +374,7 @@ def test_no_slot_is_kept_for_a_session_whose_grants_were_all_released() -> None:
             sender.compute(chunk, request_id)
     sender.routes = both
     (gather,) = of_type(sender.grant({0: cells(0, 1)}, "second", route=both[1].index), tx.StartGather)
-    sender.finish(gather.slot)
+    sender.finish(gather.place)
     sender.watermark(CELL, session=2)
     begun = of_type(sender.grant({0: cells(0, 1), 1: cells(1, 2)}, "first", route=both[0].index), tx.StartGather)
     assert [gather.piece.session for gather in begun] == [1, 1]
@@ -383,7 +385,7 @@ def test_the_last_slot_is_kept_also_for_a_session_that_had_one_before() -> None:
     sender.start(num_tokens=8)
     sender.compute(0)
     (gather,) = of_type(sender.grant({0: cells(0, 1)}, route=1), tx.StartGather)
-    sender.finish(gather.slot)
+    sender.finish(gather.place)
     sender.watermark(CELL, session=2)
     sender.grant({1: cells(1, 2)}, route=1)  # not computed yet
     sender.start("second", num_tokens=4)
@@ -395,7 +397,7 @@ def test_the_last_slot_is_kept_also_for_a_session_that_had_one_before() -> None:
 def test_a_failed_or_stuck_write_ends_its_session() -> None:
     sender = SenderHand(write_timeout_s=5.0)
     sender.to_writing()
-    (close,) = of_type(sender.tell(tx.SlotWriteFailed(slot=0, reason="reset")), tx.CloseSession)
+    (close,) = of_type(sender.tell(tx.StagedWriteFailed(place=0, reason="reset")), tx.CloseSession)
     assert (close.session, close.reason) == (1, "reset")
     assert not of_type(sender.tell(tx.Tick(), now_s=5.0), tx.CloseSession)
     (close,) = of_type(sender.tell(tx.Tick(), now_s=5.1), tx.CloseSession)
@@ -431,7 +433,7 @@ def test_the_owner_is_told_when_it_breaks_a_rule() -> None:
         sender.compute(0)
     with pytest.raises(LocalProtocolError, match="chunk 2 of request r is unknown"):
         sender.compute(2)
-    with pytest.raises(LocalProtocolError, match="gather into slot 0 finished, but none was under way"):
+    with pytest.raises(LocalProtocolError, match="gather into place 0 finished, but none was under way"):
         sender.gathered(0)
     with pytest.raises(AssertionError, match="unreachable"):
         sender.tell("no event")  # type: ignore[arg-type]
@@ -443,6 +445,7 @@ def test_the_owner_is_told_when_it_breaks_a_rule() -> None:
     ("settings", "message"),
     [
         ({"num_slots": 0}, "num_slots is 0; it must be at least 1"),
+        ({"slot_bytes": 0}, "slot_bytes is 0; it must be at least 1"),
         ({"grants_ahead": 0}, r"grants_ahead is 0; it must be in \[1, 1024\]"),
         ({"grants_ahead": 1025}, "grants_ahead is 1025"),
         ({"repeat_after_s": 0.0}, "repeat_after_s is 0 s; it must be above 0"),
@@ -451,7 +454,7 @@ def test_the_owner_is_told_when_it_breaks_a_rule() -> None:
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        tx.SenderSettings(**settings)  # type: ignore[arg-type]
+        tx.SenderSettings(**{"slot_bytes": 1, **settings})  # type: ignore[arg-type]
 
 
 def test_a_failed_request_has_nothing_left_to_ask_for() -> None:
@@ -469,10 +472,10 @@ def test_a_failed_request_has_nothing_left_to_ask_for() -> None:
     ("spoil", "message"),
     [
         (lambda piece: setattr(piece.sending, "to_release", 2), "counts of request r"),
-        (lambda piece: setattr(piece, "slot", 1), "slot 0 is held by a piece that is WRITING"),
+        (lambda piece: setattr(piece, "place", 1), "place 0 is held by a piece that is WRITING"),
         (lambda piece: setattr(piece, "grant", cells(4, 6)), "held grants and the grants of the requests differ"),
         (lambda piece: piece.sending.routes[0].outstanding.clear(), "outstanding pieces of request r"),
-        (lambda piece: setattr(piece, "sending", copy.copy(piece.sending)), "slot 0 is held for a request that is over"),
+        (lambda piece: setattr(piece, "sending", copy.copy(piece.sending)), "place 0 is held for a request that is over"),
     ],
 )
 def test_a_spoilt_piece_is_noticed(spoil: Callable[[SenderPiece], object], message: str) -> None:
@@ -493,19 +496,18 @@ def test_a_failed_request_whose_piece_waits_is_noticed() -> None:
         piece.sending.check_invariants()
 
 
-class ForgottenSlots(StagingSlots):
-    """Takes a slot back, and forgets that it is free."""
+class KeptPlaces(StagingArena):
+    """Releases no place."""
 
-    def free(self, piece: SenderPiece) -> None:
-        super().free(piece)
-        self._free.pop()
+    def release(self, begin: int) -> None:
+        pass
 
 
-def test_a_slot_that_nobody_holds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender_module, "StagingSlots", ForgottenSlots)
+def test_a_place_that_nobody_holds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender_module, "StagingArena", KeptPlaces)
     sender = SenderHand()
     sender.to_written()
-    with pytest.raises(LocalProtocolError, match=r"slots held \[\] and free \[1\] do not add up"):
+    with pytest.raises(LocalProtocolError, match=r"places held \[\] and taken \[0\] differ"):
         sender.watermark(2 * CELL)
 
 
@@ -542,7 +544,7 @@ def test_hundreds_that_wait_for_a_full_ring_cost_an_event_nothing(monkeypatch: p
     sender.tell(tx.Tick())
     assert looks == []
     for slot in (0, 1):  # the two that the ring holds
-        sender.finish(slot)
+        sender.finish(slot * SLOT)
     started = of_type(sender.watermark(4 * CELL), tx.StartGather)
     assert [gather.piece.request_id for gather in started] == ["r2", "r3"]
     assert len(looks) <= 4
@@ -619,9 +621,9 @@ def test_a_session_that_is_lost_while_it_waits_for_a_slot_gets_none() -> None:
     for route in (0, 1):
         sender.grant({0: cells(0, 1)}, route=route)
     (gather,) = of_type(sender.compute(0), tx.StartGather)  # the other session waits for the slot
-    sender.gathered(gather.slot)
+    sender.gathered(gather.place)
     sender.tell(tx.SenderSessionLost(session=3 - gather.piece.session, reason="peer died"))
-    actions = sender.written(gather.slot)
+    actions = sender.written(gather.place)
     assert of_type(actions, tx.OutgoingFailed) and not of_type(actions, tx.StartGather)
     assert sender.machine.is_idle and sender.machine.num_slots_used == 0
 
@@ -643,7 +645,7 @@ def test_a_write_that_fails_after_its_session_was_lost_is_no_news() -> None:
     sender = SenderHand()
     sender.to_writing()
     sender.tell(tx.SenderSessionLost(session=1, reason="gone"))
-    assert sender.tell(tx.SlotWriteFailed(slot=0, reason="endpoint closed")) == []
+    assert sender.tell(tx.StagedWriteFailed(place=0, reason="endpoint closed")) == []
 
 
 def test_only_the_session_whose_write_hangs_is_closed() -> None:
@@ -652,7 +654,7 @@ def test_only_the_session_whose_write_hangs_is_closed() -> None:
     sender.grant({0: cells(0, 1)}, route=0)
     sender.grant({0: cells(0, 1)}, route=1)
     first, _ = of_type(sender.compute(0), tx.StartGather)
-    sender.gathered(first.slot)  # it hangs in its write; the other session's is still being gathered
+    sender.gathered(first.place)  # it hangs in its write; the other session's is still being gathered
     (closed,) = of_type(sender.tell(tx.Tick(), now_s=6.0), tx.CloseSession)
     assert closed.session == first.piece.session
 
@@ -671,7 +673,7 @@ def test_what_was_written_is_said_again_in_the_order_of_writing() -> None:
     sender.start(num_tokens=32)
     sender.grant({chunk: cells(2 * chunk, 2 * chunk + 2) for chunk in range(8)})
     slots = {
-        action.piece.chunk.index: action.slot for chunk in range(8) for action in of_type(sender.compute(chunk), tx.StartGather)
+        action.piece.chunk.index: action.place for chunk in range(8) for action in of_type(sender.compute(chunk), tx.StartGather)
     }
     order = [5, 2, 7, 0, 3, 6, 1, 4]
     for chunk in order:
@@ -696,7 +698,7 @@ def lines_of_a_failure(num_tokens: int) -> list[int]:
     sender.tell(tx.SenderSessionLost(session=2, reason="x"))
     sender.written(0)
     for slot in (1, 2, 3):
-        sender.gathered(slot)
+        sender.gathered(slot * SLOT)
     assert sender.machine.is_idle
     return counts
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.protocol.machines import CELL, SenderHand, cells, declined, drops, messages, of_type
+from tests.protocol.machines import CELL, SLOT, SenderHand, cells, declined, drops, messages, of_type
 from transfer.messages import ChunkReady, WriterDrained
 from transfer.send import events as tx
 from transfer.send import sender as sender_module
 
 DIRECT = frozenset({1})
-DIRECT_0 = 2  # number of the first direct piece: behind the slots
+DIRECT_0 = 2 * SLOT  # place of the first direct piece: behind the staging memory
 
 
 def test_a_direct_gather_is_the_write() -> None:
@@ -21,10 +21,10 @@ def test_a_direct_gather_is_the_write() -> None:
     (gather,) = of_type(sender.compute(0), tx.StartGather)
     assert (gather.piece.session, gather.piece.grant, gather.piece.num_bytes) == (1, cells(3, 5), 512)
     sender.now_s = 5.0
-    actions = sender.gathered(gather.slot)
+    actions = sender.gathered(gather.place)
     assert not of_type(actions, tx.StartWrite)
     (ready,) = messages(actions, ChunkReady)
-    assert (ready.begin, ready.num_bytes, ready.digest, ready.attempt) == (3 * CELL, 512, 100 + gather.slot, 0)
+    assert (ready.begin, ready.num_bytes, ready.digest, ready.attempt) == (3 * CELL, 512, 100 + gather.place, 0)
     assert not of_type(actions, tx.SourceReleased)
     sender.now_s = 6.0
     actions = sender.watermark(5 * CELL)
@@ -41,7 +41,7 @@ def test_one_direct_session_keeps_the_pages_for_all_sessions_of_a_request() -> N
     sender.grant({0: cells(0, 1)}, route=0)
     sender.grant({0: cells(0, 1)}, route=1)
     gathers = of_type(sender.compute(0), tx.StartGather)
-    slot_of = {gather.piece.session: gather.slot for gather in gathers}
+    slot_of = {gather.piece.session: gather.place for gather in gathers}
     assert messages(sender.gathered(slot_of[2]), ChunkReady)
     actions = sender.gathered(slot_of[1])
     assert [write.piece.session for write in of_type(actions, tx.StartWrite)] == [1]
@@ -63,11 +63,11 @@ def test_a_rejected_direct_chunk_is_gathered_again() -> None:
     sender.now_s = 4.0
     actions = sender.reject(0)
     (again,) = of_type(actions, tx.StartGather)
-    assert (again.slot, again.piece.grant, again.event, again.credit_wait_s) == (first.slot, first.piece.grant, event, 0.0)
+    assert (again.place, again.piece.grant, again.event, again.credit_wait_s) == (first.place, first.piece.grant, event, 0.0)
     assert not of_type(actions, tx.StartWrite)
     assert sender.reject(0) == []  # said twice
     assert sender.tell(tx.Tick()) == []  # it is not said to be ready while its bytes change
-    (ready,) = messages(sender.tell(tx.GatherFinished(slot=DIRECT_0, digest=7)), ChunkReady)
+    (ready,) = messages(sender.tell(tx.GatherFinished(place=DIRECT_0, digest=7)), ChunkReady)
     assert (ready.attempt, ready.digest) == (1, 7)
     assert drops(sender.reject(0, attempt=1)) == ["too_many_attempts"]
     actions = sender.watermark(2 * CELL)
@@ -84,9 +84,9 @@ def test_the_ring_alone_bounds_what_a_direct_session_has_under_way() -> None:
     sender.grant({chunk: cells(2 * chunk, 2 * chunk + 2) for chunk in range(5)})
     begun = [of_type(sender.compute(chunk), tx.StartGather) for chunk in range(5)]
     assert [len(gathers) for gathers in begun] == [1, 1, 1, 1, 0]
-    assert len({gathers[0].slot for gathers in begun[:4]}) == 4 and sender.machine.num_slots_used == 0
+    assert len({gathers[0].place for gathers in begun[:4]}) == 4 and sender.machine.num_slots_used == 0
     sender.machine.check_invariants()
-    sender.gathered(begun[0][0].slot)
+    sender.gathered(begun[0][0].place)
     assert [gather.piece.chunk.index for gather in of_type(sender.watermark(2 * CELL), tx.StartGather)] == [4]
 
 
@@ -98,12 +98,12 @@ def test_no_more_gathers_of_a_direct_session_are_queued_than_a_device_takes(monk
     sender.grant({chunk: cells(2 * chunk, 2 * chunk + 2) for chunk in range(4)})
     begun = [gather for chunk in range(4) for gather in of_type(sender.compute(chunk), tx.StartGather)]
     assert [gather.piece.chunk.index for gather in begun] == [0, 1]
-    actions = sender.gathered(begun[0].slot)
+    actions = sender.gathered(begun[0].place)
     assert [gather.piece.chunk.index for gather in of_type(actions, tx.StartGather)] == [2]
     again = of_type(sender.reject(0), tx.StartGather)  # sent again at once: its bytes are waited for
     assert [gather.piece.chunk.index for gather in again] == [0]
-    assert not of_type(sender.gathered(begun[1].slot), tx.StartGather)
-    assert [gather.piece.chunk.index for gather in of_type(sender.gathered(again[0].slot), tx.StartGather)] == [3]
+    assert not of_type(sender.gathered(begun[1].place), tx.StartGather)
+    assert [gather.piece.chunk.index for gather in of_type(sender.gathered(again[0].place), tx.StartGather)] == [3]
 
 
 def test_a_failed_request_waits_for_its_direct_gather_and_declines_nothing_of_it() -> None:

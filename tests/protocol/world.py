@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tests.protocol.links import Faults, Link, Post, Shipment
-from tests.protocol.machines import incoming, outgoing
+from tests.protocol.machines import SLOT, incoming, outgoing
 from tests.protocol.memory import RingMemory, Tag, WorldError, require
 from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
 from transfer.layout import DType, KVLayout, Range, Route, Shard, routes, wire_bytes
@@ -222,6 +222,7 @@ class World:
         config, incarnation = self.config, self.random.getrandbits(63) + 1
         settings = tx.SenderSettings(
             num_slots=config.num_slots,
+            slot_bytes=SLOT,
             grants_ahead=config.grants_ahead,
             repeat_after_s=float(REPEAT_AFTER),
             write_timeout_s=3000.0,
@@ -510,10 +511,10 @@ class World:
         return link.number * 1_000_000 + next(self._numbers)
 
     def _start_gather(self, sender: SenderRank, action: tx.StartGather) -> None:
-        is_staged = action.slot < self.config.num_slots
-        require(is_staged != self.links[action.piece.session].is_direct, f"slot {action.slot} is for another kind of session")
-        require(action.slot not in sender.gathering, f"two gathers into slot {action.slot}")
-        require(not sender.readers[action.slot], f"slot {action.slot} is overwritten while a write reads it")
+        is_staged = action.place < self.config.num_slots * SLOT
+        require(is_staged != self.links[action.piece.session].is_direct, f"slot {action.place} is for another kind of session")
+        require(action.place not in sender.gathering, f"two gathers into slot {action.place}")
+        require(not sender.readers[action.place], f"slot {action.place} is overwritten while a write reads it")
         require(
             action.piece.request_id not in sender.source_released,
             f"gather of {action.piece.request_id} after its source was released",
@@ -522,8 +523,8 @@ class World:
             sender.computed.get((action.piece.request_id, action.piece.chunk.index)) is action.event and action.event is not None
         )
         require(is_computed, f"rule 13: gather of chunk {action.piece.chunk.index} is not behind its event")
-        sender.gathering[action.slot] = action
-        sender.slots[action.slot] = None
+        sender.gathering[action.place] = action
+        sender.slots[action.place] = None
         link = self.links[action.piece.session]
         tag = Tag(request_id=action.piece.request_id, route=action.piece.route.index, chunk=action.piece.chunk.index)
         if not link.is_direct:
@@ -540,15 +541,15 @@ class World:
         self._gathered(sender, action, None)
 
     def _gathered(self, sender: SenderRank, action: tx.StartGather, in_slot: Tag | None) -> None:
-        del sender.gathering[action.slot]
-        sender.slots[action.slot] = in_slot
+        del sender.gathering[action.place]
+        sender.slots[action.place] = in_slot
         tag = Tag(request_id=action.piece.request_id, route=action.piece.route.index, chunk=action.piece.chunk.index)
-        self.tell_sender(sender, tx.GatherFinished(slot=action.slot, digest=digest_of(tag)))
+        self.tell_sender(sender, tx.GatherFinished(place=action.place, digest=digest_of(tag)))
 
     def _start_write(self, sender: SenderRank, action: tx.StartWrite) -> None:
         link = self._own_link(sender, action.piece.session)
-        tag = sender.slots.get(action.slot)
-        require(tag is not None and action.slot not in sender.gathering, f"write from slot {action.slot}, which holds nothing")
+        tag = sender.slots.get(action.place)
+        require(tag is not None and action.place not in sender.gathering, f"write from slot {action.place}, which holds nothing")
         assert tag is not None
         self._require_own_grant(link, action.piece.granted, tag)
         require(
@@ -561,9 +562,9 @@ class World:
             grant=action.piece.granted,
             num_bytes=action.piece.num_bytes,
             tag=tag,
-            slot=action.slot,
+            slot=action.place,
         )
-        sender.readers[action.slot].add(shipment.number)
+        sender.readers[action.place].add(shipment.number)
         link.write(shipment)
 
     def _require_own_grant(self, link: Link, grant: Grant, tag: Tag) -> None:
@@ -579,9 +580,9 @@ class World:
         shipment.is_over = True
         sender.readers[shipment.slot].discard(shipment.number)
         if failure is None:
-            self.tell_sender(sender, tx.WriteFinished(slot=shipment.slot))
+            self.tell_sender(sender, tx.WriteFinished(place=shipment.slot))
         else:
-            self.tell_sender(sender, tx.SlotWriteFailed(slot=shipment.slot, reason=failure))
+            self.tell_sender(sender, tx.StagedWriteFailed(place=shipment.slot, reason=failure))
 
     def _release_source(self, sender: SenderRank, request_id: str) -> None:
         require(request_id not in sender.source_released, f"source of {request_id} released twice")

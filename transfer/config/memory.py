@@ -136,13 +136,16 @@ class StagingConfig(Section):
 
     num_slots: Annotated[int, BeforeValidator(no_bool), Field(ge=2)] = Field(
         default=4,
-        description="Pieces of chunks gathered, written or awaiting their release at once; 2 is the least with overlap.",
+        description=(
+            "Staging memory of a rank, in slots. Each slot holds the largest piece. If the pieces for the joined decode nodes "
+            "are smaller, the same memory has more slots. Pieces of one peer share a slot. 2 is the least with overlap."
+        ),
     )
     slot_bytes: SizeBytes | None = Field(
         default=None,
         description=(
-            "Size of a slot, which limits the pieces that are staged. null means the size of this rank's largest chunk. On a "
-            "GPU, null also limits all slots together to 1 GiB or a 64th of the device, whichever is less."
+            "Size of the largest piece that is staged. null means the size of this rank's largest chunk. On a GPU, null also "
+            "limits the staging memory to 1 GiB or a 64th of the device, whichever is less."
         ),
     )
 

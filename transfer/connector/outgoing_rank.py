@@ -217,6 +217,7 @@ class OutgoingRank:
     def status(self) -> dict[str, Any]:
         """Return fields of the wire contract's RankStatus; `requests` are those of the sender."""
         return {
+            "staging_slots": self._sender.num_slots,
             "staging_slots_used": self._sender.num_slots_used,
             "requests": self._sender.num_requests,
             "sessions": self._sender.num_sessions,

@@ -540,7 +540,7 @@ LINK_METRICS: Final = (
 RANK_STATE_METRICS: Final = (
     gauge(
         "staging_slots",
-        "Staging slots by state.",
+        "Staging slots by state. Their number depends on the largest piece for the joined decode nodes.",
         ("state", ("used", "free")),
         roles=PREFILL,
         advice="None free for long: writes, or their releases, are slower than gathers (staging.num_slots).",

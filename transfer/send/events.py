@@ -23,7 +23,9 @@ class SenderSettings:
     """Settings of a sender.
 
     Args:
-        num_slots: Staging slots of this rank. Each holds one piece. Pieces of direct sessions need none.
+        num_slots: Fewest slots of the staging memory, which has `num_slots` x `slot_bytes` bytes. Smaller pieces make more slots
+            of it. Pieces of direct sessions need none.
+        slot_bytes: Most bytes of a staged piece.
         grants_ahead: Grants of a route that may be requested and not yet released. It limits how far one request can push others
             back in a ring, and is large enough that no round trip lies between two chunks.
         repeat_after_s: Seconds after which a message without an answer is repeated.
@@ -31,13 +33,15 @@ class SenderSettings:
     """
 
     num_slots: int = 4
+    slot_bytes: int
     grants_ahead: int = 8
     repeat_after_s: float = 1.0
     write_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.num_slots < 1:
-            raise ConfigError(f"num_slots is {self.num_slots}; it must be at least 1")
+        for name in ("num_slots", "slot_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 1 <= self.grants_ahead <= MAX_CHUNKS_PER_MESSAGE:
             raise ConfigError(f"grants_ahead is {self.grants_ahead}; it must be in [1, {MAX_CHUNKS_PER_MESSAGE}]")
         for name, seconds in (("repeat_after_s", self.repeat_after_s), ("write_timeout_s", self.write_timeout_s)):
@@ -97,18 +101,18 @@ class ChunkComputed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherFinished:
-    slot: int
+    place: int
     digest: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteFinished:
-    slot: int
+    place: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotWriteFailed:
-    slot: int
+class StagedWriteFailed:
+    place: int
     reason: str
 
 
@@ -129,7 +133,7 @@ Event = (
     | MessageArrived
     | GatherFinished
     | WriteFinished
-    | SlotWriteFailed
+    | StagedWriteFailed
     | OutgoingAborted
     | Tick
 )
@@ -142,22 +146,23 @@ Event = (
 class StartGather:
     """Gather the piece after `event`, and answer with `GatherFinished`. `credit_wait_s` is for the metrics.
 
-    The piece goes into the slot. On a direct session it goes into the grant, all of it before the answer, and `slot` only names
-    the gather. If a direct session is closed, nothing is gathered, but the answer still follows.
+    The piece goes into its place, which is its first byte in the staging memory. On a direct session it goes into the grant, all
+    of it before the answer, and `place` only names the gather. If a direct session is closed, nothing is gathered, but the answer
+    still follows.
     """
 
     piece: SenderPiece
-    slot: int
+    place: int
     event: DeviceEvent | None
     credit_wait_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartWrite:
-    """Write the slot into the piece's grant, and answer with `WriteFinished` or `SlotWriteFailed`."""
+    """Write the piece's place into its grant, and answer with `WriteFinished` or `StagedWriteFailed`."""
 
     piece: SenderPiece
-    slot: int
+    place: int
     key: int
 
 

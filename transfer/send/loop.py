@@ -75,7 +75,7 @@ class SenderLoop:
 
     Args:
         pool: Where the engine writes KV.
-        staging: Memory of `settings.num_slots` slots, each as large as the largest grant.
+        staging: Memory of `settings.num_slots` x `settings.slot_bytes` bytes.
         host: Requests with KV in host memory; None if all KV lies in `pool`.
     """
 
@@ -94,8 +94,8 @@ class SenderLoop:
         self._owner = owner
         self._transport = context.transport
         self._staging = staging
-        self.slot_bytes = staging.num_bytes // settings.num_slots
-        """Size of a staging slot."""
+        self.slot_bytes = settings.slot_bytes
+        """Most bytes of a staged piece."""
         self._memory = context.transport.register(staging.tensor)
         self._sender = Sender(settings, incarnation=context.instance.incarnation)
         self._metrics = context.metrics
@@ -137,6 +137,10 @@ class SenderLoop:
     @property
     def num_slots_used(self) -> int:
         return self._sender.num_slots_used
+
+    @property
+    def num_slots(self) -> int:
+        return self._sender.num_slots
 
     @property
     def num_sessions(self) -> int:
@@ -289,7 +293,7 @@ class SenderLoop:
         out = self._gather_target(action)
         if out is None:
             # The protocol is about to learn of the lost session. It waits for the end of each gather that it started.
-            self._pump.feed(protocol.GatherFinished(slot=action.slot, digest=0))
+            self._pump.feed(protocol.GatherFinished(place=action.place, digest=0))
             return
         piece, session = action.piece, action.piece.session
         copier = self.copiers[self._host is not None and self._host.is_in_host(piece.request_id)]
@@ -307,19 +311,18 @@ class SenderLoop:
                 self._metrics.link_written(session, begun_s, ended_s, piece.num_bytes)
             if self._spans:
                 self._record(piece, "kvferry.gather", seconds, bytes=piece.num_bytes)
-            self._pump.feed(protocol.GatherFinished(slot=action.slot, digest=digest))
+            self._pump.feed(protocol.GatherFinished(place=action.place, digest=digest))
 
         self._queue.gather(copy, out, algorithm=piece.request.digest, peer=session, after=action.event, on_done=done)
 
     def _gather_target(self, action: protocol.StartGather) -> Tensor | DirectMemory | None:
-        """Return the slot, or the granted bytes of a direct session's ring; None if the session is closed."""
+        """Return the place, or the granted bytes of a direct session's ring; None if the session is closed."""
         piece = action.piece
         peer = self._peers.get(piece.session)
         if peer is None:
             return None
         if not peer.is_direct:
-            begin = action.slot * self.slot_bytes
-            return self._staging.tensor[begin : begin + piece.num_bytes]
+            return self._staging.tensor[action.place : action.place + piece.num_bytes]
         offset = piece.granted.begin % peer.ring_capacity_bytes
         try:
             ring, reason = peer.session.direct(ByteRange(begin=offset, end=offset + piece.num_bytes)), "the link failed"
@@ -345,13 +348,12 @@ class SenderLoop:
         peer = self._peers.get(number)
         if peer is None:
             return  # the protocol is about to learn of the lost session
-        begin = action.slot * self.slot_bytes
         offset = grant.begin % peer.ring_capacity_bytes
         started = time.monotonic()
         try:
             handle = peer.session.write(
                 self._memory,
-                ByteRange(begin=begin, end=begin + num_bytes),
+                ByteRange(begin=action.place, end=action.place + num_bytes),
                 ByteRange(begin=offset, end=offset + num_bytes),
                 action.key,
             )
@@ -365,7 +367,7 @@ class SenderLoop:
         def done(_: object, error: TransferError | None) -> None:
             self._metrics.link_write_ended(number, 0 if error is not None else num_bytes)
             if error is not None:
-                self._pump.feed(protocol.SlotWriteFailed(slot=action.slot, reason=str(error)))
+                self._pump.feed(protocol.StagedWriteFailed(place=action.place, reason=str(error)))
                 return
             seconds = time.monotonic() - started
             self._metrics.write_finished(seconds, num_bytes)
@@ -373,6 +375,6 @@ class SenderLoop:
                 self._record(action.piece, "kvferry.write", seconds, bytes=num_bytes)
             if is_debug():
                 log.debug("written", session=number, grant=grant.begin, bytes=num_bytes, seconds=seconds)
-            self._pump.feed(protocol.WriteFinished(slot=action.slot))
+            self._pump.feed(protocol.WriteFinished(place=action.place))
 
         self.driver.watch(peer.session, handle, done)

@@ -22,11 +22,12 @@ The stages of a piece::
   one request cannot fill a ring.
 - GRANTED. The piece has bytes of the ring, but an older grant may still use them.
 - GATHERING. A gather begins when three conditions hold: the chunk is computed, the `RingView` shows its bytes as released (rule
-  2), and a slot is free. The slot comes last. Otherwise a piece that waits for the ring could hold the slot that an older piece
-  needs. The ring may wait for that older piece (docs/adr/0010). A direct session needs no slot: its gathers store into the ring.
-- WRITING, WRITTEN. One write carries the slot. Then `ChunkReady` is sent. On a direct session the gather is the write, and at
+  2), and staging memory has a place. The place comes last. Otherwise a piece that waits for the ring could hold the memory that
+  an older piece needs. The ring may wait for that older piece (docs/adr/0010). A direct session needs no place: its gathers store
+  into the ring.
+- WRITING, WRITTEN. One write carries the place. Then `ChunkReady` is sent. On a direct session the gather is the write, and at
   most `MAX_DIRECT_GATHERS` are under way.
-- RELEASED. A watermark shows that the decode rank has copied the bytes into its pool. The slot is kept until then, because a
+- RELEASED. A watermark shows that the decode rank has copied the bytes into its pool. The place is kept until then, because a
   rejected piece is written again from it, with the next attempt number. A direct session gathers it again.
 
 What a peer sends can be lost, repeated, late or hostile:
@@ -44,8 +45,10 @@ session is lost, its transport is closed already, so only its gathers are waited
 `SourceReleased` comes when the last gather is done. With a direct session it comes when the last grant is released, because a
 rejected piece is gathered again. After a failure it comes when no gather is under way.
 
-Sessions take turns for slots (`_begin_ready_pieces`). The last free slot is kept for a session that has grants and no slot. So a
-peer that releases nothing cannot stop the others.
+Staging memory has slots, which belong to one session at a time (`StagingArena`). Sessions take turns for slots
+(`_begin_ready_pieces`). The last free slot is kept for a session that has grants and no place. While a session waits for a slot,
+a slot from which a piece was released takes no more pieces. So a peer that releases nothing cannot stop the others, and no
+session keeps a slot for ever.
 
 No event visits all pieces of a request, which can be tens of thousands. Grants that wait for ring bytes are indexed by the
 position that blocks them (`transfer.ring_index`).
@@ -53,9 +56,11 @@ position that blocks them (`transfer.ring_index`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import assert_never
 
+from transfer.chunk import largest_wire_bytes
 from transfer.errors import LocalProtocolError, RemoteProtocolError
 from transfer.messages import (
     AbortTransfer,
@@ -89,8 +94,8 @@ from transfer.send.events import (
     SenderSessionOpened,
     SenderSettings,
     SentStats,
-    SlotWriteFailed,
     SourceReleased,
+    StagedWriteFailed,
     StartGather,
     StartWrite,
     Tick,
@@ -98,7 +103,8 @@ from transfer.send.events import (
     WatermarkArrived,
     WriteFinished,
 )
-from transfer.send.state import SenderPiece, SenderRequest, SenderRoute, SenderStage, SessionState, StagingSlots
+from transfer.send.staging_arena import StagingArena
+from transfer.send.state import PiecesUnderWay, SenderPiece, SenderRequest, SenderRoute, SenderStage, SessionState
 
 MAX_DIRECT_GATHERS = 64
 """Per session. All may be queued behind one event, and a launch into a full queue (some 1000 entries) blocks the loop."""
@@ -109,9 +115,9 @@ MAX_SPENT_KEYS = 4096  # limit of one session; an honest ring has far fewer unre
 class Sender:
     """See the module's docstring.
 
-    Invariants (`check_invariants`): a slot is free, or belongs to exactly one piece of a living request that is gathering,
-    writing, or written and not released. A piece takes a slot only when its grant is writable, so the piece in a slot can always
-    go on. Pieces of direct sessions take no staging memory.
+    Invariants (`check_invariants`): a place belongs to exactly one piece of a living request that is gathering, writing, or
+    written and not released. A piece takes a place only when its grant is writable, so the piece in a place can always go on.
+    Pieces of direct sessions take no staging memory.
     """
 
     def __init__(self, settings: SenderSettings, *, incarnation: int) -> None:
@@ -119,10 +125,11 @@ class Sender:
         self._incarnation = incarnation
         self._sessions: dict[int, SessionState] = {}
         self._requests: dict[str, SenderRequest] = {}
-        self._slots = StagingSlots(settings.num_slots)
+        self._staging = StagingArena(settings.num_slots * settings.slot_bytes, settings.slot_bytes)
+        self._pieces = PiecesUnderWay(self._staging)
         self._actions: list[Action] = []
         self._now_s = 0.0
-        # Sessions with a piece that needs only a slot to begin. The session that had a slot last comes last.
+        # Sessions with a piece that needs only a place to begin. The session that had a place last comes last.
         self._eager: dict[int, SessionState] = {}
 
     @property
@@ -140,8 +147,14 @@ class Sender:
         return {route.session for request in self._requests.values() for route in request.outgoing.routes}
 
     @property
+    def num_slots(self) -> int:
+        """Slots of the staging memory: as many as it has room for the largest piece of any session's requests."""
+        return self._staging.num_slots
+
+    @property
     def num_slots_used(self) -> int:
-        return self._slots.num_used
+        """Slots of staging memory in which a piece has a place."""
+        return self._staging.num_slots - self._staging.num_free
 
     @property
     def num_spent_keys(self) -> int:
@@ -181,10 +194,10 @@ class Sender:
             case GatherFinished():
                 self._on_gather_finished(event)
             case WriteFinished():
-                # If its session was lost first, no piece is in the slot.
-                if (piece := self._slots.piece_in(event.slot, SenderStage.WRITING)) is not None:
+                # If its session was lost first, no piece is at the place.
+                if (piece := self._pieces.piece_at(event.place, SenderStage.WRITING)) is not None:
                     self._on_written(piece)
-            case SlotWriteFailed():
+            case StagedWriteFailed():
                 self._on_write_failed(event)
             case OutgoingAborted():
                 if (request := self._requests.get(event.request_id)) is not None:
@@ -200,10 +213,10 @@ class Sender:
 
     def check_invariants(self) -> None:
         """Raise LocalProtocolError if the state contradicts itself."""
-        self._slots.check_invariants()
-        for slot, piece in self._slots.held().items():
+        self._pieces.check_invariants()
+        for place, piece in self._pieces.held().items():
             if self._requests.get(piece.request_id) is not piece.sending:
-                raise LocalProtocolError(f"invariant broken: slot {slot} is held for a request that is over")
+                raise LocalProtocolError(f"invariant broken: place {place} is held for a request that is over")
         for session in self._sessions.values():
             session.check_invariants()
         held: set[tuple[int, int]] = set()
@@ -225,13 +238,14 @@ class Sender:
     def _on_session_lost(self, event: SenderSessionLost) -> None:
         self._sessions.pop(event.session, None)
         self._eager.pop(event.session, None)
+        self._divide_staging()
         for request in list(self._requests.values()):
             lost = [route for route in request.routes.values() if route.session == event.session and route.pieces]
             if not lost:
                 continue
             for piece in [piece for route in lost for piece in route.outstanding.values()]:
                 if piece.stage in (SenderStage.WRITING, SenderStage.WRITTEN):
-                    self._slots.free(piece)
+                    self._pieces.free(piece)
                 if piece.stage is not SenderStage.GATHERING:
                     self._end_wait(piece)
                     piece.stage = SenderStage.DROPPED
@@ -256,9 +270,9 @@ class Sender:
         self._note_free(event.session, session)
 
     def _release(self, piece: SenderPiece) -> None:
-        """Free the slot of a piece that the peer has taken over, and end the request after its last piece."""
+        """Free the place of a piece that the peer has taken over, and end the request after its last piece."""
         request = piece.sending
-        self._slots.free(piece)
+        self._pieces.free(piece)
         self._let_go(piece)
         piece.stage = SenderStage.RELEASED
         self._actions.append(PieceReleased(ack_s=self._now_s - piece.written_s))
@@ -287,8 +301,30 @@ class Sender:
             self._actions.append(OutgoingSent(request_id=request.request_id, stats=SentStats()))
         else:
             request.is_source_kept = any(self._sessions[route.session].is_direct for route in outgoing.routes)
+            most = self._settings.slot_bytes
+            if (largest := self._note_plan(outgoing)) > most:
+                self._fail(request, f"its pieces have up to {largest} bytes; a staging slot of this rank has room for {most}")
+                return
             for state in request.routes.values():
                 self._ask(request, state)
+
+    def _note_plan(self, outgoing: RankRequest) -> int:
+        """Note the most bytes that staged pieces of the request's plan can have, for the size of slots. Return them."""
+        plan, largest = outgoing.plan, 0
+        for one in outgoing.routes:
+            session, key = self._sessions[one.session], (plan, one.route.index)
+            if not session.is_direct and key not in session.piece_bytes:
+                num_bytes = largest_wire_bytes(plan, outgoing.layout, [one.route], outgoing.wire_dtype)
+                if num_bytes <= self._settings.slot_bytes:
+                    session.piece_bytes[key] = num_bytes
+                    self._divide_staging()
+                largest = max(largest, num_bytes)
+        return largest
+
+    def _divide_staging(self) -> None:
+        """Make slots that have room for the largest piece of every open session's requests, and not more."""
+        largest = max((size for session in self._sessions.values() for size in session.piece_bytes.values()), default=0)
+        self._staging.divide(largest or self._settings.slot_bytes)
 
     def _ask(self, request: SenderRequest, route: SenderRoute) -> None:
         """Ask for the route's next grants, up to `grants_ahead`."""
@@ -332,64 +368,57 @@ class Sender:
             self._eager[number] = session
 
     def _begin_ready_pieces(self) -> None:
-        """Begin the pieces whose grants are writable: at once on direct sessions, otherwise as free slots allow, in turn.
+        """Begin the pieces whose grants are writable: at once on direct sessions, otherwise as staging memory allows, in turn.
 
-        A slot goes only to a writable grant. If a waiting grant held it, the older grant that it waits for could lack it (rule 2,
-        docs/adr/0010).
+        A place goes only to a writable grant. If a waiting grant held it, the older grant that it waits for could lack it (rule
+        2, docs/adr/0010). In a session, no piece overtakes one that is too large for the room that is left.
         """
         unlooked = next((number for number, session in self._eager.items() if session.waiting.has_later), None)
         if unlooked is not None:  # one session in each turn, however expensive peers make their looks
             self._eager[unlooked] = self._eager.pop(unlooked)
             self._eager[unlooked].waiting.begin_turn()
-        is_last_kept: bool | None = None
+        starving = _Starving(self._sessions, self._eager, self._staging)
         for number, session in list(self._eager.items()):
             waiting = session.waiting
             while waiting.has_free:
                 if session.is_direct:
                     if session.num_gathering >= MAX_DIRECT_GATHERS:
                         break
-                elif not self._slots.num_free:
+                    self._pieces.add_direct(waiting.first())
+                elif not self._stage(waiting.first(), starving):
                     break
-                elif self._slots.num_free == 1 and self._slots.has_one(number):
-                    is_last_kept = self._is_last_slot_kept() if is_last_kept is None else is_last_kept
-                    if is_last_kept:
-                        break
-                self._gather(waiting.pop(), session)
+                self._begin_gather(waiting.pop(), session)
                 self._eager[number] = self._eager.pop(number)  # after the others
             if not waiting.has_free and not waiting.has_later:
                 del self._eager[number]
 
-    def _is_last_slot_kept(self) -> bool:
-        """Return whether the last free slot is kept for a session that has grants and no slot.
-
-        Otherwise a peer that takes nothing over could hold every slot, and stop the transfers of all other peers.
-        """
-        return any(
-            session.held and not session.is_direct and not self._slots.has_one(number)
-            for number, session in self._sessions.items()
-        )
+    def _stage(self, piece: SenderPiece, starving: _Starving) -> bool:
+        """Give the piece a place in staging memory, unless other sessions come first."""
+        num_free, is_holder = self._staging.num_free, self._staging.has_one(piece.session)
+        may_open = num_free > 1 or not is_holder or (num_free == 1 and not starving.keep_last_slot)
+        may_refill = num_free > 0 or not starving.wait_for_slot
+        return self._pieces.stage(piece, may_open=may_open, may_refill=may_refill)
 
     # Gather and write
 
-    def _gather(self, piece: SenderPiece, session: SessionState) -> None:
-        """Start the piece's gather. The first time, take a slot and record the wait for credit."""
-        credit_wait_s = 0.0
-        if piece.slot is None:
-            assert piece.ready_s is not None
-            credit_wait_s = self._now_s - piece.ready_s
-            self._slots.take(piece, is_direct=session.is_direct)
-            if piece.sending.first_gather_s is None:
-                piece.sending.first_gather_s = self._now_s
+    def _begin_gather(self, piece: SenderPiece, session: SessionState) -> None:
+        """Start the first gather of a piece that has its place, and record its wait for credit."""
+        assert piece.ready_s is not None
+        if piece.sending.first_gather_s is None:
+            piece.sending.first_gather_s = self._now_s
+        self._gather(piece, session, credit_wait_s=self._now_s - piece.ready_s)
+
+    def _gather(self, piece: SenderPiece, session: SessionState, *, credit_wait_s: float = 0.0) -> None:
         piece.stage = SenderStage.GATHERING
         session.num_gathering += 1
-        assert piece.slot is not None
+        assert piece.place is not None
         event = piece.sending.computed[piece.chunk.index]
-        self._actions.append(StartGather(piece=piece, slot=piece.slot, event=event, credit_wait_s=credit_wait_s))
+        self._actions.append(StartGather(piece=piece, place=piece.place, event=event, credit_wait_s=credit_wait_s))
 
     def _on_gather_finished(self, event: GatherFinished) -> None:
-        piece = self._slots.piece_in(event.slot, SenderStage.GATHERING)
+        piece = self._pieces.piece_at(event.place, SenderStage.GATHERING)
         if piece is None:
-            raise LocalProtocolError(f"gather into slot {event.slot} finished, but none was under way")
+            raise LocalProtocolError(f"gather into place {event.place} finished, but none was under way")
         request = piece.sending
         request.to_gather -= not piece.gathered  # a piece that is sent again was counted before
         piece.gathered, piece.digest = True, event.digest
@@ -399,7 +428,7 @@ class Sender:
         if session is not None and session.is_direct:
             self._on_written(piece)  # for a failed request too: the key is spent, and must not be declined as well
         elif session is None or request.failure is not None:
-            self._slots.free(piece)
+            self._pieces.free(piece)
             self._give_up(piece)
             self._finish_failed(request)
         else:
@@ -409,8 +438,8 @@ class Sender:
 
     def _write(self, piece: SenderPiece) -> None:
         piece.stage, piece.since_s = SenderStage.WRITING, self._now_s
-        assert piece.slot is not None
-        self._actions.append(StartWrite(piece=piece, slot=piece.slot, key=grant_key(piece.granted.begin, piece.attempt)))
+        assert piece.place is not None
+        self._actions.append(StartWrite(piece=piece, place=piece.place, key=grant_key(piece.granted.begin, piece.attempt)))
 
     def _on_written(self, piece: SenderPiece) -> None:
         """Record that the piece's bytes lie in its grant: `WriteFinished`, or on a direct session `GatherFinished`."""
@@ -444,8 +473,8 @@ class Sender:
         )
         self._actions.append(Send(session=piece.session, message=message))
 
-    def _on_write_failed(self, event: SlotWriteFailed) -> None:
-        piece = self._slots.piece_in(event.slot, SenderStage.WRITING)
+    def _on_write_failed(self, event: StagedWriteFailed) -> None:
+        piece = self._pieces.piece_at(event.place, SenderStage.WRITING)
         if piece is not None:
             # A failed write leaves the session in an unknown state. Only its end proves that nothing lands any more.
             self._actions.append(CloseSession(session=piece.session, reason=event.reason))
@@ -516,7 +545,7 @@ class Sender:
             first_bytes = Grant(message.begin, message.begin + ALIGNMENT_BYTES)
             self._decline_unknown(session, first_bytes, attempt=message.attempt + 1)
         elif piece.stage is SenderStage.WRITTEN and message.attempt == piece.attempt:
-            # For this case, slots and the pages behind direct sessions are kept until the grant is released.
+            # For this case, places and the pages behind direct sessions are kept until the grant is released.
             state = self._sessions[session]
             state.discard_written(piece)
             piece.attempt += 1
@@ -569,8 +598,8 @@ class Sender:
             self._actions.append(WaitGivenUp(credit_wait_s=self._now_s - piece.ready_s))
 
     def _drop_written(self, piece: SenderPiece) -> None:
-        """Drop a piece whose bytes were sent: its keys are spent, its slot is free."""
-        self._slots.free(piece)
+        """Drop a piece whose bytes were sent: its keys are spent, its place is free."""
+        self._pieces.free(piece)
         self._let_go(piece)
         piece.stage = SenderStage.DROPPED
         session, grant = self._sessions[piece.session], piece.granted
@@ -642,7 +671,7 @@ class Sender:
         """Close sessions whose writes, or the release of written pieces, take too long."""
         limit_s = self._settings.write_timeout_s
         stuck: dict[int, str] = {}
-        for piece in self._slots.held().values():
+        for piece in self._pieces.held().values():
             if piece.stage is SenderStage.WRITING and self._now_s - piece.since_s > limit_s:
                 what = "has been pending"
             elif piece.stage is SenderStage.WRITTEN and self._now_s - piece.written_s > limit_s:
@@ -651,3 +680,29 @@ class Sender:
                 continue
             stuck.setdefault(piece.session, f"a write of {piece.num_bytes} bytes {what} for more than {limit_s:g} s")
         self._actions.extend(CloseSession(session=session, reason=reason) for session, reason in stuck.items())
+
+
+class _Starving:
+    """Staged sessions without a place, during one turn: sessions that have one may have to leave room for them."""
+
+    def __init__(self, sessions: Mapping[int, SessionState], eager: Mapping[int, SessionState], staging: StagingArena) -> None:
+        self._sessions = sessions
+        self._eager = eager
+        self._staging = staging
+
+    @cached_property
+    def keep_last_slot(self) -> bool:
+        """Whether the last free slot is kept for a session that has grants and no place.
+
+        Otherwise a peer that takes nothing over could hold every slot, and stop the transfers of all other peers.
+        """
+        return any(session.held for session in self._placeless(self._sessions))
+
+    @cached_property
+    def wait_for_slot(self) -> bool:
+        """Whether a session without a place has a piece that could begin. Read only if no slot is free, until the turn ends."""
+        return any(session.waiting.has_free for session in self._placeless(self._eager))
+
+    def _placeless(self, sessions: Mapping[int, SessionState]) -> Iterator[SessionState]:
+        has_one = self._staging.has_one
+        return (session for number, session in sessions.items() if not session.is_direct and not has_one(number))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from transfer.chunk import Chunk, Pieces, split_into_chunks
+from transfer.chunk import Chunk, ChunkPlan, Pieces, split_into_chunks
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
 from transfer.layout import Route
 from transfer.piece import Piece, RankRequest
 from transfer.ring import MAX_ATTEMPTS, Grant, RingView, Watermark, grant_key
 from transfer.ring_index import PositionIndex, WaitingGrants
+from transfer.send.staging_arena import StagingArena
 
 
 class SenderStage(Enum):
@@ -26,7 +26,7 @@ class SenderStage(Enum):
     WRITING = auto()
     WRITTEN = auto()
     RELEASED = auto()
-    DROPPED = auto()  # given up; no slot, no write
+    DROPPED = auto()  # given up; no place, no write
 
 
 UNDER_WAY = (SenderStage.GATHERING, SenderStage.WRITING)
@@ -51,7 +51,7 @@ class SenderPiece(Piece):
     sending: SenderRequest
     stage: SenderStage = SenderStage.ASKED
     grant: Grant | None = None
-    slot: int | None = None
+    place: int | None = None
     digest: int = 0
     attempt: int = 0
     gathered: bool = False
@@ -198,6 +198,8 @@ class SessionState:
     waiting: WaitingGrants[Grant, SenderPiece] = field(init=False)  # granted and computed, not begun
     # A set in the order of writing, so that the same events cause the same actions.
     written: dict[SenderPiece, None] = field(default_factory=dict)
+    # The most bytes of a piece, by plan and route of the requests so far.
+    piece_bytes: dict[tuple[ChunkPlan, int], int] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)  # begins of the grants of living pieces; a peer must not issue one twice
     # Keys that were written or declined for failed requests, until their grants are released. Late and repeated messages about
     # them must not cause a second decline, which no receive would match.
@@ -269,66 +271,56 @@ class SessionState:
         return bool(self.spent) and any(grant_key(begin, attempt) in self.spent for attempt in range(MAX_ATTEMPTS))
 
 
-class StagingSlots:
-    """The pieces under way. Staged pieces hold a slot of the staging memory.
+class PiecesUnderWay:
+    """The pieces that are gathered, written or wait for their release, by their *place*.
 
-    A piece of a direct session is gathered into the ring, so it needs none. It gets a unique number from `num_slots` on instead.
-    So slots limit only staging memory, and the ring limits the rest.
+    The place of a staged piece is its first byte in the staging memory. A piece of a direct session is gathered into the ring, so
+    it needs no memory. Its place is a unique number behind the staging memory. So slots limit only staging memory, and the ring
+    limits the rest.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
+    def __init__(self, staging: StagingArena) -> None:
+        self._staging = staging
         self._pieces: dict[int, SenderPiece] = {}
-        self._free: deque[int] = deque(range(num_slots))
-        self._direct_numbers = itertools.count(num_slots)
-        self._num_of: Counter[int] = Counter()  # staged, by session; no session has none
+        self._direct_numbers = itertools.count(staging.num_bytes)
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def stage(self, piece: SenderPiece, *, may_open: bool, may_refill: bool) -> bool:
+        """Give the piece a place in staging memory, see `StagingArena.take`. Return False if there is no room."""
+        place = self._staging.take(piece.session, piece.num_bytes, may_open=may_open, may_refill=may_refill)
+        if place is None:
+            return False
+        self._pieces[place] = piece
+        piece.place = place
+        return True
 
-    @property
-    def num_used(self) -> int:
-        """Slots of staging memory that are not free."""
-        return self._num_slots - len(self._free)
-
-    def take(self, piece: SenderPiece, *, is_direct: bool) -> None:
-        """Give the piece a free slot, or a number."""
-        slot = piece.slot = next(self._direct_numbers) if is_direct else self._free.popleft()
-        self._pieces[slot] = piece
-        if not is_direct:
-            self._num_of[piece.session] += 1
+    def add_direct(self, piece: SenderPiece) -> None:
+        """Give the piece a place without memory."""
+        place = piece.place = next(self._direct_numbers)
+        self._pieces[place] = piece
 
     def free(self, piece: SenderPiece) -> None:
-        """Free the piece's slot, or its number."""
-        slot, piece.slot = piece.slot, None
-        assert slot is not None, "a piece between its gather and its release holds a slot"
-        del self._pieces[slot]
-        if slot >= self._num_slots:
-            return
-        self._free.append(slot)
-        self._num_of[piece.session] -= 1
-        if not self._num_of[piece.session]:
-            del self._num_of[piece.session]
+        """Free the piece's place."""
+        place, piece.place = piece.place, None
+        assert place is not None, "a piece between its gather and its release has a place"
+        del self._pieces[place]
+        if place < self._staging.num_bytes:
+            self._staging.release(place)
 
-    def has_one(self, session: int) -> bool:
-        """Return whether a piece of the session holds a slot of staging memory."""
-        return session in self._num_of
-
-    def piece_in(self, slot: int, stage: SenderStage) -> SenderPiece | None:
-        """Return the piece in the slot if it is at that stage; None if its write ended with its session."""
-        piece = self._pieces.get(slot)
+    def piece_at(self, place: int, stage: SenderStage) -> SenderPiece | None:
+        """Return the piece at the place if it is at that stage; None if its write ended with its session."""
+        piece = self._pieces.get(place)
         return piece if piece is not None and piece.stage is stage else None
 
     def held(self) -> Mapping[int, SenderPiece]:
-        """Return the pieces by slot or number."""
+        """Return the pieces by place."""
         return self._pieces
 
     def check_invariants(self) -> None:
-        """Raise LocalProtocolError if a slot is neither free nor held by exactly one piece that needs it."""
-        staged = [slot for slot in self._pieces if slot < self._num_slots]
-        if sorted([*staged, *self._free]) != list(range(self._num_slots)):
-            raise LocalProtocolError(f"invariant broken: slots held {sorted(staged)} and free {sorted(self._free)} do not add up")
-        for slot, piece in self._pieces.items():
-            if piece.slot != slot or piece.stage not in (SenderStage.GATHERING, SenderStage.WRITING, SenderStage.WRITTEN):
-                raise LocalProtocolError(f"invariant broken: slot {slot} is held by a piece that is {piece.stage.name}")
+        """Raise LocalProtocolError if a place is held by a piece that does not need it, or the memory is divided wrongly."""
+        self._staging.check_invariants()
+        staged = sorted(place for place in self._pieces if place < self._staging.num_bytes)
+        if staged != self._staging.begins():
+            raise LocalProtocolError(f"invariant broken: places held {staged} and taken {self._staging.begins()} differ")
+        for place, piece in self._pieces.items():
+            if piece.place != place or piece.stage not in (SenderStage.GATHERING, SenderStage.WRITING, SenderStage.WRITTEN):
+                raise LocalProtocolError(f"invariant broken: place {place} is held by a piece that is {piece.stage.name}")

@@ -1,0 +1,173 @@
+"""Divide the staging memory of a prefill rank among the pieces under way. Pure; decided in docs/adr/0067.
+
+The memory is divided into *slots* of equal size, as many as fit. A slot has room for the largest piece that a session can have.
+So a join whose plan has smaller pieces makes more slots of the same memory. A piece takes a *place* in a slot. While a slot has a
+place, it belongs to the session of that place, and only pieces of this session share it. So a session that releases nothing holds
+its own slots only. Free memory is not fragmented: each free slot has room for any piece.
+
+If the size of slots changes, the places stay where they are. A new slot is used when the places of other sessions that reach into
+it are released.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from transfer.errors import LocalProtocolError
+from transfer.transport.base import REGION_ALIGNMENT_BYTES
+
+
+def aligned(num_bytes: int) -> int:
+    """Return the next multiple of `REGION_ALIGNMENT_BYTES`, on which every place begins."""
+    return -(-num_bytes // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Place:
+    begin: int
+    end: int
+    session: int
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    begin: int
+    end: int
+    places: list[_Place] = field(default_factory=list)  # that reach into the slot, in ascending order
+    has_released: bool = False  # since it was free
+
+    def is_of(self, session: int) -> bool:
+        """Return whether all places are of the session."""
+        return all(place.session == session for place in self.places)
+
+    def first_gap(self, num_bytes: int) -> int | None:
+        """Return the begin of the first free bytes of that size, or None."""
+        begin = self.begin
+        for place in self.places:
+            if begin + num_bytes <= place.begin:
+                return begin
+            begin = aligned(place.end)
+        return begin if begin + num_bytes <= self.end else None
+
+
+class StagingArena:
+    """See the module's docstring.
+
+    Invariants (`check_invariants`): places lie in the memory and do not overlap. A slot is free if no place reaches into it, and
+    only then.
+
+    Args:
+        num_bytes: Size of the staging memory.
+        slot_bytes: Size of a slot, at most `num_bytes`.
+    """
+
+    def __init__(self, num_bytes: int, slot_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._places: dict[int, _Place] = {}  # by begin
+        self._num_of: Counter[int] = Counter()  # places by session; no session has none
+        self._slot_bytes = 0
+        self.divide(slot_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._slot_bytes
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
+    @property
+    def num_free(self) -> int:
+        """Slots without a place."""
+        return len(self._free)
+
+    def divide(self, slot_bytes: int) -> None:
+        """Divide the memory into slots with room for `slot_bytes` each."""
+        size = min(aligned(slot_bytes), self.num_bytes)
+        if size == self._slot_bytes:
+            return
+        self._slot_bytes = size
+        self._slots = [_Slot(number * size, (number + 1) * size) for number in range(self.num_bytes // size)]
+        self._slots_of: dict[int, dict[int, None]] = {}  # by session: the numbers of slots that its places reach into
+        for place in self._places.values():
+            for number in self._reach(place):
+                self._enter(number, place)
+        self._free = [number for number, slot in enumerate(self._slots) if not slot.places]  # a heap
+
+    def take(self, session: int, num_bytes: int, *, may_open: bool, may_refill: bool) -> int | None:
+        """Take a place of `num_bytes`, at most `slot_bytes`. Return its begin, or None if there is no room now.
+
+        Args:
+            may_open: Whether the piece may take a free slot.
+            may_refill: Whether the piece may take a place in a slot of the session from which pieces were released already.
+        """
+        begin = self._gap_of(session, num_bytes, may_refill=may_refill)
+        if begin is None and may_open and self._free:
+            begin = self._slots[heappop(self._free)].begin
+        if begin is not None:
+            place = self._places[begin] = _Place(begin, begin + num_bytes, session)
+            self._num_of[session] += 1
+            for number in self._reach(place):
+                self._enter(number, place)
+        return begin
+
+    def release(self, begin: int) -> None:
+        """Release the place at `begin`."""
+        place = self._places.pop(begin)
+        session = place.session
+        for number in self._reach(place):
+            slot = self._slots[number]
+            slot.places.remove(place)
+            slot.has_released = bool(slot.places)
+            if not slot.places:
+                heappush(self._free, number)
+            if not any(other.session == session for other in slot.places):
+                del self._slots_of[session][number]
+        self._num_of[session] -= 1
+        if not self._num_of[session]:
+            del self._num_of[session]
+            self._slots_of.pop(session, None)
+
+    def has_one(self, session: int) -> bool:
+        """Return whether the session has a place."""
+        return session in self._num_of
+
+    def begins(self) -> list[int]:
+        """Return the begins of all places, in ascending order."""
+        return sorted(self._places)
+
+    def check_invariants(self) -> None:
+        """Raise LocalProtocolError if places overlap, or a slot does not know the places that reach into it."""
+        end = 0
+        for place in sorted(self._places.values()):
+            if place.begin < end or place.end > self.num_bytes:
+                raise LocalProtocolError(f"invariant broken: {place} overlaps another, or leaves {self.num_bytes} bytes")
+            end = place.end
+        found = [[p for p in sorted(self._places.values()) if p.begin < slot.end and slot.begin < p.end] for slot in self._slots]
+        if found != [slot.places for slot in self._slots]:
+            raise LocalProtocolError("invariant broken: staging slots and the places that reach into them differ")
+        if sorted(self._free) != [number for number, places in enumerate(found) if not places]:
+            raise LocalProtocolError(f"invariant broken: staging slots {sorted(self._free)} are not those without a place")
+
+    def _gap_of(self, session: int, num_bytes: int, *, may_refill: bool) -> int | None:
+        """Return the begin of the first room in the session's own slots."""
+        for number in self._slots_of.get(session, ()):
+            slot = self._slots[number]
+            if slot.is_of(session) and (may_refill or not slot.has_released):
+                begin = slot.first_gap(num_bytes)
+                if begin is not None:
+                    return begin
+        return None
+
+    def _reach(self, place: _Place) -> Iterator[int]:
+        """Return the numbers of the slots that the place reaches into. Bytes behind the last slot are in none."""
+        first, last = place.begin // self._slot_bytes, (place.end - 1) // self._slot_bytes
+        return iter(range(first, min(last + 1, len(self._slots))))
+
+    def _enter(self, number: int, place: _Place) -> None:
+        insort(self._slots[number].places, place)
+        self._slots_of.setdefault(place.session, {})[number] = None
