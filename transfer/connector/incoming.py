@@ -11,7 +11,7 @@ it is GONE.
 
 **Room.** A prefill node asks for room in the stream of the prompt, or by `Reserve` if it is older, and the scheduler answers. It
 is asked again for a waiting attempt when room has changed, and after `ASK_AGAIN_S`. If no attempt waits for room, and the prefill
-node has little else to compute, room is taken before the call (docs/adr/0067-early-room.md).
+node has little else to compute, room is taken before the call (docs/adr/0066-early-room.md).
 
 **End.** `give_up` ends a prompt, `fail` ends an attempt. With `reuses_pages`, all attempts fill the same pages. Then the next
 attempt and the end of the prompt wait until no rank writes for the failed one.
