@@ -33,9 +33,11 @@ BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
+DOCS_VENV := .kvferry/docs-venv
+DOCS_STAMP := $(DOCS_VENV)/.installed
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
-.PHONY: help setup demo demo-cluster test test-cluster check-deploy test-all test-gpu test-rdma test-vllm test-sglang check lint types spelling docs docs-check proto proto-check proto-lint coverage mutation bench fuzz model clean
+.PHONY: help setup demo demo-cluster test test-cluster check-deploy test-all test-gpu test-rdma test-vllm test-sglang check lint types spelling docs site docs-check proto proto-check proto-lint coverage mutation bench fuzz model clean
 
 help: ## list targets and settings
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,7 +72,7 @@ test-cluster: setup ## run all other tests with processes, networks or faults; J
 test-cluster-%: setup
 	@echo "job $*:"; $(BIN)/python -m pytest --quiet tests/cluster/$* $(TEST_ARGS)
 
-check-deploy: setup ## test manifests, dashboards, alerts and the status page with Kubernetes' and Prometheus' tools and a browser
+check-deploy: setup site ## build the site; test manifests, dashboards, alerts and the status page with their own tools and a browser
 	@bash .ci/tools deploy
 	@$(BIN)/python -m pytest tests/deploy $(TEST_ARGS)
 
@@ -161,12 +163,25 @@ proto-lint: $(PROTO_STAMP) # check the format of proto/ and its compatibility wi
 	$(PROTO_VENV)/bin/buf lint proto
 	$(PROTO_VENV)/bin/buf breaking proto --against "$$(ls proto/released/*.binpb)"
 
-docs: setup ## write all generated text: tables of documents, dashboards, alert rules, the manifest of the alerts
+docs: setup ## write all generated text (tables, dashboards, alert rules, the manifest of the alerts) and build the site
 	@$(BIN)/python -m docs.tables --write
+	@$(MAKE) --no-print-directory site
+
+# The site needs packages that nothing else needs, so they have a separate environment.
+$(DOCS_STAMP): docs/requirements.txt constraints.txt
+	@rm -rf $(DOCS_VENV)
+	@$(or $(PYTHON),python3) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r docs/requirements.txt
+	@touch $@
+
+site: $(DOCS_STAMP) ## build the documentation site in .kvferry/site; warnings are errors
+	@bash .ci/tools docs
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
+	@echo "site: open .kvferry/site/index.html"
 
 docs-check: setup # check that the output of make docs is committed
 	@$(BIN)/python -m docs.tables --check
 
 clean: ## remove .venv, tools, caches and build outputs, but no model folders
-	rm -rf .venv transfer/copy/*.so $(PROTO_VENV) .kvferry/rdma .kvferry/vllm-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info .coverage*
+	rm -rf .venv transfer/copy/*.so $(PROTO_VENV) $(DOCS_VENV) .kvferry/docs-scripts .kvferry/site .kvferry/rdma .kvferry/vllm-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
