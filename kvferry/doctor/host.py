@@ -20,11 +20,11 @@ from typing import Any, Final
 import kvferry
 import transfer
 from kvferry.doctor.finding import Finding, fail, ok, read_line, warn
-from transfer.registry.options import FILES_OF_A_RANK, FILES_PER_SESSION, MAX_SESSIONS, most_sessions
+from transfer.registry.options import MAX_SESSIONS, files_for, most_sessions
 
 MIN_SHM_BYTES: Final = 256 << 20
 """Enough for Triton, torch and the queues of UCX. NCCL is known to need more than a container's default of 64 MiB."""
-MIN_OPEN_FILES: Final = FILES_OF_A_RANK + MAX_SESSIONS * FILES_PER_SESSION
+MIN_OPEN_FILES: Final = files_for(MAX_SESSIONS)
 """For the most sessions that a decode rank accepts."""
 MAX_CLOCK_ERROR_S: Final = 2.0
 """The kernel adds 0.5 ms for each second since the clock was last set (kernel/time/ntp.c, MAXFREQ). timesyncd lets up to 2,048 s

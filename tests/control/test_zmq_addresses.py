@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from node_runtime.process_setup import raise_open_files
 from tests.control.zmq_ends import DEADLINE_S, Ears, odd_peer, open_client, open_ears, open_server, wait_for
 from transfer.control.base import WATCH_BATCH, Received
 from transfer.control.zmq_channel import ZmqControlServer
 from transfer.errors import ConfigError
+from transfer.registry.options import MAX_SESSIONS
 
 
 @pytest.fixture
@@ -89,3 +92,12 @@ def test_a_closed_client_does_not_connect_again(monkeypatch: pytest.MonkeyPatch)
         assert timers and all(timer.cancelled() for timer in timers) and not faults
 
     asyncio.run(play())
+
+
+def test_a_process_has_a_client_for_each_of_a_thousand_sessions() -> None:
+    """ZeroMQ itself would stop at 1,023, also where there are descriptors."""
+    raise_open_files()
+    with socket.socket() as deaf, contextlib.ExitStack() as clients:
+        deaf.bind(("127.0.0.1", 0))  # a port at which nobody listens
+        for _ in range(MAX_SESSIONS + 1):
+            clients.callback(open_client(f"tcp://127.0.0.1:{deaf.getsockname()[1]}").close)

@@ -157,7 +157,7 @@ async def test_an_attach_that_cannot_be_is_offered_nothing() -> None:
             Rank(num_ending=MAX_SESSIONS),
             instance(PREFILL_LIFE),
             ResourceExhausted,
-            r"256 sessions of decode rank 0 are closed, and their writers may still write",
+            r"1024 sessions of decode rank 0 are closed, and their writers may still write",
         ),
     ):
         with pytest.raises(kind, match=complaint):

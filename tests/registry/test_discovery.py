@@ -89,7 +89,7 @@ def test_too_many_are_refused_and_so_is_plain_text_to_other_machines() -> None:
     assert len(found.addresses) == MAX_FOUND
     kinds = [refused.kind for refused in found.refused]
     assert kinds.count(RefusedFor.TOO_MANY) == 3 and kinds.count(RefusedFor.PLAIN_TEXT) == 1
-    assert any("259 prefill nodes are named; there can be 256" in refused.reason for refused in found.refused)
+    assert any("1027 prefill nodes are named; there can be 1024" in refused.reason for refused in found.refused)
 
 
 # Whatever the source

@@ -25,12 +25,13 @@ from transfer.messages import clip_reason
 from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import chunk_plan_to_proto, instance_from_proto, instance_to_proto, link_to_proto
+from transfer.registry.options import MAX_PEERS
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
 from transfer.sizes import Cut
 
 ATTACH_ALL_TIMEOUT_S = 30.0
-MAX_JOINS = 256  # a session costs each rank some 14 descriptors and a gRPC channel; clusters have tens of decode nodes
+MAX_JOINS = MAX_PEERS  # each costs every rank a session or more
 MAX_ADDRESS_CHARS: Final = 300  # a DNS name has at most 253
 
 log = structlog.get_logger(__name__)

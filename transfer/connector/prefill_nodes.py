@@ -49,6 +49,7 @@ from transfer.piece_size import largest_piece_bytes
 from transfer.registry.convert import chunk_plan_from_proto, instance_from_proto, instance_to_proto, link_from_proto
 from transfer.registry.discovery import DiscoveryView
 from transfer.registry.discovery.entries import MAX_FOUND
+from transfer.registry.options import MAX_PEERS
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import Security
 from transfer.sizes import Cut
@@ -58,7 +59,7 @@ MAX_BACKOFF_S = 2.0
 REASON_GRACE_S = 0.2
 """Wait for a prefill node's own reason for a loss. It is more precise than that of a decode rank, which only sees a link end."""
 
-MAX_ADDED = 256
+MAX_ADDED = MAX_PEERS
 """Prefill nodes that prompts have named. Each costs one more join, which is kept or retried forever."""
 
 MAX_KNOWN = 2 * MAX_FOUND

@@ -58,6 +58,9 @@ HANDSHAKE_MS: Final = 5000
 REFUSED_AFTER_S: Final = HANDSHAKE_MS / 1000 + 1.0
 """Age at which a connection without an allowed key counts as refused: one second more than a handshake may take."""
 
+MAX_CLIENTS: Final = 4096
+"""Clients of one process, sessions that are being replaced included."""
+
 _ID_PREFIX: Final = b"\x01"
 _ACCEPT_BACKLOG: Final = 1024
 _POLLIN: Final = int(zmq.POLLIN)
@@ -235,6 +238,7 @@ class _ClientContext:
         with self._lock:
             if self._context is None:
                 self._context = zmq.Context()
+                self._context.set(zmq.MAX_SOCKETS, MAX_CLIENTS)  # 1,023 by default
             self._num_users += 1
             return self._context
 

@@ -8,8 +8,8 @@ from typing import Final
 MAX_MESSAGE_BYTES: Final = 16 << 20
 """Largest request or response; a prompt of a million token ids has 5 MB."""
 
-MAX_CONCURRENT_CALLS: Final = 4096
-"""Calls in progress, open streams included, before gRPC answers RESOURCE_EXHAUSTED by itself."""
+MAX_CONCURRENT_CALLS: Final = 8192
+"""Calls in progress, open streams included, before gRPC answers RESOURCE_EXHAUSTED by itself. Each peer holds a stream."""
 
 MAX_CLIENT_CALLS: Final = 3072
 """Calls of clients among them, health included. The rest belongs to the other tier, so that clients cannot block it."""
@@ -20,9 +20,12 @@ MAX_CONNECTIONS: Final = 4096
 HANDSHAKE_MS: Final = 10_000
 """Time limit for the handshake of a new connection, TLS included. A stranger may connect and send nothing."""
 
-MAX_SESSIONS: Final = 256
-"""Sessions of one rank: enough for 32 prefill nodes of 8 ranks that all write to one decode rank. A session takes 4.6 MiB and 7
-ms of the rank's loop (measured on two cores), so attaching strangers take at most 1.2 GiB."""
+MAX_PEERS: Final = 1024
+"""Nodes of the other tier that a node joins, that join it, or that discovery names."""
+
+MAX_SESSIONS: Final = 1024
+"""Sessions of one rank: enough for 128 prefill nodes of 8 ranks that all write to one decode rank. A session takes up to 4.6 MiB
+and 7 ms of the rank's loop (measured on two cores, with a UCX worker), so attaching strangers take at most 4.7 GiB."""
 
 FILES_PER_SESSION: Final = 20
 """Open files of one session: 14 of its UCX worker with two network devices and shared memory (two for each further device),
@@ -70,6 +73,16 @@ def most_sessions(open_files: int) -> int:
     if open_files == resource.RLIM_INFINITY:
         return MAX_SESSIONS
     return max(1, min(MAX_SESSIONS, (open_files - FILES_OF_A_RANK) // FILES_PER_SESSION))
+
+
+def files_for(num_sessions: int) -> int:
+    """Return the limit of open files that a rank with this number of sessions needs."""
+    return FILES_OF_A_RANK + num_sessions * FILES_PER_SESSION
+
+
+def limit_of_files(open_files: int) -> str:
+    """Return why a rank takes no more sessions, for people."""
+    return f"its limit of {open_files} open files; {MAX_SESSIONS} sessions need {files_for(MAX_SESSIONS)} (ulimit -n)"
 
 
 def most_connections(open_files: int) -> int:

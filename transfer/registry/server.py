@@ -32,7 +32,14 @@ from transfer.registry.convert import attach_request_from_proto, attach_response
 from transfer.registry.guard import Guard, Refusal
 from transfer.registry.heartbeat_timer import HeartbeatTimer, SessionHeartbeats
 from transfer.registry.heartbeats import MISSED_HEARTBEATS, HeartbeatWatch, checked_idle_heartbeat_s
-from transfer.registry.options import MAX_CLIENT_CALLS, MAX_CONCURRENT_CALLS, SERVER_OPTIONS, most_connections, most_sessions
+from transfer.registry.options import (
+    MAX_CLIENT_CALLS,
+    MAX_CONCURRENT_CALLS,
+    SERVER_OPTIONS,
+    limit_of_files,
+    most_connections,
+    most_sessions,
+)
 from transfer.registry.security import MutualTls, PlainText, Security
 from transfer.registry.status import end_call, end_with
 from transfer.ring import Watermark
@@ -286,8 +293,8 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
             await end_call(
                 context,
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"this rank has {len(self._writers)} sessions, and takes {self._max_sessions} with its limit of "
-                f"{self._open_files} open files (ulimit -n)",
+                f"this rank has {len(self._writers)} sessions, and takes {self._max_sessions} with "
+                f"{limit_of_files(self._open_files)}",
             )
         self._writers[writer] = 0
         try:

@@ -25,7 +25,7 @@ from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
 from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.heartbeat_timer import HeartbeatTimer
-from transfer.registry.options import most_sessions
+from transfer.registry.options import limit_of_files, most_sessions
 from transfer.send.loop import SenderLoop
 from transfer.transport.base import Session
 from transfer.transport.probe import ProbePlan, probe_link
@@ -157,14 +157,16 @@ class DecodeSessions:
                 meanwhile.
         """
         agreement = check_compatible(self._own, instance)
-        most = most_sessions(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = most_sessions(open_files)
         every = routes(self._own.layout, self._own.shard, instance.shard)
         own_routes = tuple(route for route in every if route.prefill_rank == self._context.rank)
         mine = {route.decode_rank for route in own_routes}
         self.close(instance.incarnation, "attached again")
         if len(self._open) + len(mine) > most:
             raise ResourceExhausted(
-                f"prefill rank {self._context.rank} has {len(self._open)} sessions; {len(mine)} more are above its {most}"
+                f"prefill rank {self._context.rank} has {len(self._open)} sessions; {len(mine)} more are above its {most}, "
+                f"with {limit_of_files(open_files)}"
             )
         peer = self._peers[instance.incarnation] = DecodePeer(
             join=join,

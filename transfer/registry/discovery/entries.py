@@ -9,8 +9,9 @@ from typing import Final
 
 from transfer.config.values import checked_host_port
 from transfer.errors import ConfigError
+from transfer.registry.options import MAX_PEERS
 
-MAX_FOUND: Final = 256
+MAX_FOUND: Final = MAX_PEERS
 """Addresses of one look. Each costs a join that is kept up, or tried again for ever."""
 
 MAX_SHOWN_CHARS: Final = 100
