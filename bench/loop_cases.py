@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import examples.one_process
+import bench.two_tiers
 from bench.loop_machines import DECODE_LIFE, Machines, forget_plans
 from bench.loop_models import CONTEXT_TOKENS, layouts, llama_3_8b
 from bench.loop_turns import Watch
+from bench.two_tiers import TwoTiers
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.context import TierContext
 from decode_node.offload.host_tier import HostTier
@@ -21,7 +22,6 @@ from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.rules import TierRules
 from decode_node.offload.tiered_request import DeviceIndex
 from decode_node.offload.tiers import PlaceRequest
-from examples.one_process import TwoTiers
 from node_runtime.rank_link import LeaderLink, RankLink, new_addresses
 from prefill_node import rank_messages
 from prefill_node.prefix_loads import PrefixLoads
@@ -61,11 +61,11 @@ Run = Callable[[Watch], None]
 def storm_of_cancels(watch: Watch, *, is_one_sided: bool, num_cancelled: int = NUM_CANCELLED) -> None:
     """Requests hold all grants that they may; all are cancelled at once, while another one begins.
 
-    Real: both loops of `examples.one_process` with their machines, lanes and in-process transport.
+    Real: both loops of `bench.two_tiers` with their machines, lanes and in-process transport.
     """
 
     async def main() -> None:
-        examples.one_process.NUM_PAGES = 64 * num_cancelled
+        bench.two_tiers.NUM_PAGES = 64 * num_cancelled
         layout = KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=8, dtype=DType.FLOAT16)
         ring_bytes = num_cancelled * 4 * 4 * 1536  # what the grants of the cancelled requests fill
         prefill, decode = Shard(tp_size=4, page_size=16), Shard(page_size=32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from examples.one_process import Pages, ReceivingRank, SendingRank, TwoTiers
+from bench.two_tiers import Pages, ReceivingRank, SendingRank, TwoTiers
 from tests.rdma.witness import DEVICE, Count
 from tests.transport.ends import SEED, Ends
 from tests.transport.payload import noise

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.two_tiers import ReceivingRank, SendingRank, TwoTiers
 from decode_node.admission import page_needs as decode_needs
-from examples.one_process import ReceivingRank, SendingRank, TwoTiers
 from prefill_node.scheduler import STEPS_AHEAD
 from prefill_node.scheduler import page_needs as prefill_needs
 from tests.runtime.instances import until

@@ -1,4 +1,4 @@
-"""From four pools of one cut into two of another, through the whole machinery but for processes; see examples/one_process.py."""
+"""From four pools of one cut into two of another, through the whole machinery but for processes; see bench/two_tiers.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from examples.one_process import ReceivingRank
+from bench.two_tiers import ReceivingRank
 from tests.runtime.instances import until
 from tests.runtime.scattered_tiers import HybridTiers, ScatteredTiers
 from transfer.chunk import ChunkPlan

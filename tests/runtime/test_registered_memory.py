@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from examples import one_process
+from bench import two_tiers
 from tests.runtime.instances import until
 from tests.runtime.scattered_tiers import ScatteredTiers
 from transfer.layout import DType, KVLayout, Shard
@@ -78,8 +78,8 @@ async def test_no_transport_is_ever_given_a_byte_of_a_pool(kind: str, monkeypatc
         registered_with_nixl(agent, memory, address)
 
     monkeypatch.setattr(nixl_library.Agent, "register", register_with_nixl)
-    monkeypatch.setattr(one_process, "InprocTransport", lambda hub, one_sided: recorder.wrap(make(hub, one_sided=one_sided)))
-    monkeypatch.setattr(one_process, "StagingBuffer", partial(StagingBuffer, is_shared=is_one_sided))
+    monkeypatch.setattr(two_tiers, "InprocTransport", lambda hub, one_sided: recorder.wrap(make(hub, one_sided=one_sided)))
+    monkeypatch.setattr(two_tiers, "StagingBuffer", partial(StagingBuffer, is_shared=is_one_sided))
     tiers = ScatteredTiers(LAYOUT, Shard(tp_size=2, page_size=16), Shard(page_size=32), is_one_sided=is_one_sided)
     try:
         for name in ("a", "b"):
@@ -114,7 +114,7 @@ REGISTERED = {
     ("transfer/send/attach.py", "scratch.tensor"),
     ("transfer/send/loop.py", "staging.tensor"),
 }
-EXPORTED = {("transfer/receive/attach.py", "self._receiver.memory")}
+EXPORTED = {("transfer/receive/attach.py", "self._receiver.memory"), ("transfer/local_pair.py", "self.loop.memory")}
 
 
 def test_nodes_register_and_export_in_these_places_alone() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples.one_process import TwoTiers
+from bench.two_tiers import TwoTiers
 from tests.runtime.instances import until
 from transfer.copy.piece_copier import PieceCopy
 from transfer.errors import RemoteProtocolError

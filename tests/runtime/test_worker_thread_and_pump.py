@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
-from examples.one_process import TwoTiers
+from bench.two_tiers import TwoTiers
 from tests.runtime.instances import until
 from transfer import event_pump
 from transfer.event_pump import EventPump

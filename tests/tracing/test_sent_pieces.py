@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from examples import one_process
-from examples.one_process import TwoTiers
+from bench import two_tiers
+from bench.two_tiers import TwoTiers
 from node_runtime.tracing_client import OtelTracer
 from tests.runtime.instances import until
 from tests.tracing.collector import Collector, listening
@@ -28,7 +28,7 @@ async def test_a_piece_that_was_never_written_leaves_no_span_to_the_next_request
     collector = Collector()
     with listening(collector) as port:
         tracer = OtelTracer(TracingConfig(endpoint=f"http://127.0.0.1:{port}"), role="prefill", rank=0)
-        monkeypatch.setattr(one_process, "RankContext", partial(RankContext, tracer=tracer))
+        monkeypatch.setattr(two_tiers, "RankContext", partial(RankContext, tracer=tracer))
         tiers = TwoTiers(LAYOUT, Shard(page_size=16), Shard(page_size=16), is_one_sided=False)
         (sender,) = tiers.senders
         start, gather = sender.loop.start_request, HostCopyQueue.gather

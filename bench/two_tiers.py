@@ -1,26 +1,22 @@
-"""Both tiers of a transfer in one process, put together from the library: this is how an engine of yours would use it.
+"""Both tiers of a transfer in one process, with all their parts at hand: for tests and benchmarks of the two loops.
 
-    $ .venv/bin/python examples/one_process.py
-
-A `SendingRank` has a pool that some engine fills, a `ReceivingRank` one that some engine reads. Each owns a loop object that
-speaks the protocol (`SenderLoop`, `ReceiverLoop`), is asked by it for pages, and is told what became of a request. Here they are
-joined over in-process channels; between processes the same calls are made with what `Attach` has agreed.
+`transfer.local_pair` is the same for users. Here, a caller can replace parts, and sees pages, ring and sessions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from transfer.chunk import ChunkPlan, split_into_chunks
-from transfer.control.base import Received
+from transfer.control.inproc_channel import InprocControlServer
 from transfer.copy.digest import DIGEST_XXH3
 from transfer.instance import Instance
-from transfer.layout import DType, KVLayout, Shard, TokenOrder, routes, wire_dtype
+from transfer.layout import KVLayout, Shard, routes, wire_dtype
 from transfer.messages import PROTOCOL_VERSIONS
 from transfer.metrics import RankMetrics
 from transfer.piece import RankRequest, SessionRoute
@@ -118,71 +114,6 @@ class SendingRank:
         self.failed[request_id] = reason
 
 
-class InprocControlServer:
-    """A `transfer.control.base.ControlServer` whose clients are on the same loop. Each payload is delivered in a later turn."""
-
-    address, public_key, num_refused = "inproc", b"", 0
-
-    def __init__(self) -> None:
-        self.num_dropped = 0
-        self.allowed: set[int] = set()
-        self.clients: dict[int, InprocControlClient] = {}
-
-    def allow(self, peer: int, key: bytes = b"") -> None:
-        self.allowed.add(peer)
-
-    def forget(self, peer: int) -> None:
-        self.allowed.discard(peer)
-
-    def send(self, peer: int, payload: bytes) -> bool:
-        client = self.clients.get(peer) if peer in self.allowed else None
-        if client is not None:
-            client.deliver(payload)
-        return client is not None
-
-    def watch(self, loop: asyncio.AbstractEventLoop, on_received: Callable[[Received], None]) -> None:
-        self._loop, self._on_received = loop, on_received
-
-    def deliver(self, received: Received) -> None:
-        self._loop.call_soon(self._hand_over, received)
-
-    def close(self) -> None:
-        self.allowed.clear()
-
-    def _hand_over(self, received: Received) -> None:
-        if received.peer in self.allowed:
-            self._on_received(received)
-        else:
-            self.num_dropped += 1
-
-
-class InprocControlClient:
-    """A `transfer.control.base.ControlClient` of an `InprocControlServer`."""
-
-    def __init__(self, server: InprocControlServer, *, session_id: int) -> None:
-        self._server = server
-        self._session_id = session_id
-        self._is_closed = False
-        server.clients[session_id] = self
-
-    def send(self, payload: bytes) -> bool:
-        self._server.deliver(Received(peer=self._session_id, payload=payload))
-        return True
-
-    def watch(self, loop: asyncio.AbstractEventLoop, on_payload: Callable[[bytes], None]) -> None:
-        self._loop, self._on_payload = loop, on_payload
-
-    def deliver(self, payload: bytes) -> None:
-        self._loop.call_soon(self._hand_over, payload)
-
-    def close(self) -> None:
-        self._is_closed = True
-
-    def _hand_over(self, payload: bytes) -> None:
-        if not self._is_closed:
-            self._on_payload(payload)
-
-
 class ReceivingRank:
     """A decode rank; a `transfer.receive.loop.ReceiverOwner`."""
 
@@ -273,7 +204,7 @@ class TwoTiers:
         sender.loop.open_session(
             number,
             writer,
-            InprocControlClient(receiver.control, session_id=number),
+            receiver.control.connect(number),
             name=f"decode rank {decode_rank}",
             incarnation=2,
             ring_capacity_bytes=receiver.loop.ring.capacity_bytes,
@@ -380,26 +311,3 @@ class TwoTiers:
             sender.loop.close()
         for receiver in self.receivers:
             receiver.loop.close()
-
-
-async def main() -> None:
-    """Move one prompt from four prefill ranks into two decode ranks whose pages are larger and ordered otherwise."""
-    layout = KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=8, dtype=DType.FLOAT16)
-    prefill, decode = Shard(tp_size=4, page_size=16), Shard(tp_size=2, page_size=32, order=TokenOrder.HND)
-    tiers = TwoTiers(layout, prefill, decode, is_one_sided=False)
-    tiers.start("a prompt", 100)
-    await tiers.compute("a prompt", 100)
-    async with asyncio.timeout(30):
-        while not tiers.is_idle():
-            await asyncio.sleep(0.001)
-    tiers.assert_arrived("a prompt", 100)
-    tiers.assert_nothing_is_left()
-    for rank, sender in enumerate(tiers.senders):
-        stats = sender.sent["a prompt"]
-        print(f"prefill rank {rank} sent {stats.num_bytes:,} bytes in {stats.writes} writes, not {stats.writes_without_staging}")
-    print("every decode rank has the KV of its heads, bit for bit")
-    tiers.close()
-
-
-if __name__ == "__main__":
-    asyncio.run(main())
