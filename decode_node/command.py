@@ -7,18 +7,20 @@ from typing import Annotated
 import typer
 
 from node_runtime import command
+from node_runtime.command_line import Insecure, InsecureAnywhere, example
 from transfer.config import DecodeNodeConfig
 
-app = command.daemon_app("Receives the KV of prompts and generates from it.")
+app = command.daemon_app("Receive the KV of prompts, and generate tokens.")
 
 
-@app.command()
+@app.command(epilog=example("decode-node serve --model MODEL --device cuda --prefill-node 10.0.0.5:7100 --config decode.yaml"))
 def serve(
     context: typer.Context,
     config: command.ConfigFile = None,
     model: command.Model = None,
     dummy_weights: command.DummyWeights = None,
     tp: command.TensorParallel = None,
+    device: command.DeviceName = None,
     page_size: command.PageSize = None,
     host: command.Host = None,
     port: command.Port = None,
@@ -35,7 +37,8 @@ def serve(
     tls_ca: command.TlsCa = None,
     peer_name: command.PeerName = None,
     client_name: command.ClientName = None,
-    insecure: command.Insecure = 0,
+    insecure: Insecure = 0,
+    insecure_anywhere: InsecureAnywhere = False,
     set_: command.Overrides = None,
     check_config: command.CheckConfig = False,
 ) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import transfer
 from node_runtime import exit_codes
+from node_runtime.command_line import SECURITY_PANEL, HelpfulTyper, insecure_level
 from node_runtime.fork_server import end_fork_server, start_fork_server
 from node_runtime.node_role import check_step_fits, make_leader, preloaded_modules
 from node_runtime.process_setup import freeze_gc, prepare_process
@@ -26,6 +27,7 @@ SETTING_OF_FLAG = {
     "model": "model",
     "dummy_weights": "dummy_weights",
     "tp": "parallel.tp_size",
+    "device": "device",
     "page_size": "pool.page_size",
     "host": "server.host",
     "port": "server.port",
@@ -40,7 +42,6 @@ SETTING_OF_FLAG = {
     "tls_ca": "tls.ca_file",
     "peer_name": "tls.peer_names",
     "client_name": "tls.client_names",
-    "insecure": "tls.insecure",
 }
 
 ConfigFile = Annotated[Path | None, typer.Option(help="YAML file of settings.")]
@@ -49,34 +50,42 @@ DummyWeights = Annotated[
     bool | None, typer.Option("--dummy-weights", help="Random weights, from config.json alone (dummy_weights).")
 ]
 TensorParallel = Annotated[int | None, typer.Option(help="Tensor parallel degree (parallel.tp_size).")]
+DeviceName = Annotated[str | None, typer.Option("--device", help="cpu, or cuda: one GPU for each rank (device).")]
 PageSize = Annotated[int | None, typer.Option(help="Tokens per page (pool.page_size).")]
 Host = Annotated[str | None, typer.Option(help="Address to bind (server.host).")]
-Port = Annotated[int | None, typer.Option(help="gRPC port, 0 for a free one (server.port).")]
-HttpPort = Annotated[int | None, typer.Option(help="HTTP port (server.http_port).")]
-TransportName = Annotated[str | None, typer.Option(help="Data plane (transport.name).")]
-ReadyFile = Annotated[Path | None, typer.Option(help="Written once the node is ready (ready_file).")]
-LogLevel = Annotated[str | None, typer.Option(help="log.level")]
-LogFormat = Annotated[str | None, typer.Option(help="log.format")]
-TlsCert = Annotated[Path | None, typer.Option(help="PEM certificate of this node (tls.cert_file).")]
-TlsKey = Annotated[Path | None, typer.Option(help="Its PEM private key (tls.key_file).")]
-TlsCa = Annotated[Path | None, typer.Option(help="PEM authorities of the others' certificates (tls.ca_file).")]
+Port = Annotated[int | None, typer.Option(help="gRPC port; 0 takes a free one (server.port).")]
+HttpPort = Annotated[
+    int | None, typer.Option(help="Port of metrics, health and status page; 0 takes a free one (server.http_port).")
+]
+TransportName = Annotated[str | None, typer.Option(help="Data plane: auto, ucx, nixl or cuda_ipc (transport.name).")]
+ReadyFile = Annotated[Path | None, typer.Option(help="Write this file when the node is started (ready_file).")]
+LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error (log.level).")]
+LogFormat = Annotated[str | None, typer.Option(help="text or json (log.format).")]
+
+
+def _security_option(help: str, **settings: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel=SECURITY_PANEL, **settings)
+
+
+TlsCert = Annotated[Path | None, _security_option("PEM certificate of this node (tls.cert_file).")]
+TlsKey = Annotated[Path | None, _security_option("PEM private key of that certificate (tls.key_file).")]
+TlsCa = Annotated[Path | None, _security_option("PEM certificates of the authorities of other certificates (tls.ca_file).")]
 PeerName = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="Name of the other tier's certificates, once for each (tls.peer_names).")
+    list[str] | None,
+    _security_option("Name of the other tier's certificates, once for each (tls.peer_names).", metavar="NAME"),
 ]
 ClientName = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="Name of clients' certificates, once for each (tls.client_names).")
+    list[str] | None, _security_option("Name of clients' certificates, once for each (tls.client_names).", metavar="NAME")
 ]
-Insecure = Annotated[
-    int,
-    typer.Option("--insecure", count=True, help="Without TLS, on loopback addresses; twice: on any (tls.insecure)."),
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Set any setting by its path, once for each.")
 ]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Any setting, by its path.")]
 CheckConfig = Annotated[bool, typer.Option("--check-config", help="Check the configuration and exit.")]
 
 
 def daemon_app(summary: str) -> typer.Typer:
     """Return a daemon's command line without its command."""
-    app = typer.Typer(add_completion=False, no_args_is_help=True, help=summary)
+    app = HelpfulTyper(help=summary)
     app.callback()(_callback)
     return app
 
@@ -102,9 +111,11 @@ def run_daemon(context: typer.Context, config_type: type[NodeConfig]) -> None:
         context: Context of the command. Its named flags have precedence over the file and the environment.
         config_type: Class of the role's settings.
     """
-    # Without the flag, a repeatable flag is empty, a counted flag is 0, and any other flag is None.
-    given = {name: value for name, value in context.params.items() if value != () and (name != "insecure" or value)}
-    flags = {SETTING_OF_FLAG[name]: value for name, value in given.items() if name in SETTING_OF_FLAG}
+    # Without the flag, a repeatable flag is empty, and any other one of `SETTING_OF_FLAG` is None.
+    given = {name: value for name, value in context.params.items() if value != ()}
+    flags: dict[str, object] = {SETTING_OF_FLAG[name]: value for name, value in given.items() if name in SETTING_OF_FLAG}
+    is_anywhere = given.get("insecure_anywhere", False)
+    flags["tls.insecure"] = insecure_level(f"{config_type.role}-node", given.get("insecure", 0), is_anywhere)
     file, overrides, is_check_only = given.get("config"), given.get("set_") or [], given.get("check_config", False)
     try:
         config = load_config(

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import typer
 
 from node_runtime import command
+from node_runtime.command_line import HelpfulCommand, Insecure, InsecureAnywhere, example
 from transfer.config import PrefillNodeConfig
 
-app = command.daemon_app("Computes prompts and moves their KV to decode nodes.")
+app = command.daemon_app("Compute prompts, and transfer their KV to decode nodes.")
 
 
-@app.command()
+class PrefillCommand(HelpfulCommand):
+    """A command of `prefill-node`."""
+
+    owners: ClassVar[Mapping[str, str]] = {"--prefill-node": "decode-node"}
+
+
+@app.command(cls=PrefillCommand, epilog=example("prefill-node serve --model MODEL --tp 4 --device cuda --insecure"))
 def serve(
     context: typer.Context,
     config: command.ConfigFile = None,
     model: command.Model = None,
     dummy_weights: command.DummyWeights = None,
     tp: command.TensorParallel = None,
+    device: command.DeviceName = None,
     page_size: command.PageSize = None,
     host: command.Host = None,
     port: command.Port = None,
@@ -30,7 +41,8 @@ def serve(
     tls_ca: command.TlsCa = None,
     peer_name: command.PeerName = None,
     client_name: command.ClientName = None,
-    insecure: command.Insecure = 0,
+    insecure: Insecure = 0,
+    insecure_anywhere: InsecureAnywhere = False,
     set_: command.Overrides = None,
     check_config: command.CheckConfig = False,
 ) -> None:

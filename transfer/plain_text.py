@@ -1,4 +1,4 @@
-"""Checks of plain text instead of TLS: it needs one flag, and beyond this machine a second one."""
+"""Checks of plain text instead of TLS: --insecure allows it within this machine, --insecure-anywhere everywhere."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ ON_LOOPBACK: Final = 1
 ANYWHERE: Final = 2
 """`tls.insecure`: plain text to and from anywhere."""
 
-NODE_WARNING: Final = "without TLS (--insecure): whoever reaches a port of this node can use it, read what passes, and change it"
-CLIENT_WARNING: Final = "without TLS (--insecure): whoever sits between here and the node can read and change what passes"
+NODE_WARNING: Final = (
+    "without TLS (--insecure): every process that reaches a port of this node can use it, and read and change its traffic"
+)
+CLIENT_WARNING: Final = "without TLS (--insecure): every process between here and the node can read and change the traffic"
 
 
 def is_loopback(address: str) -> bool:
@@ -64,8 +66,8 @@ def check_etcd(discovery: DiscoveryConfig, tls: TlsConfig) -> None:
         scheme, _, address = endpoint.partition("://")
         if scheme == "http" and not is_loopback(address) and tls.insecure < ANYWHERE:
             raise ConfigError(
-                f"discovery.etcd_endpoints is {endpoint}, which is no loopback address; it must be https://{address}, or take "
-                f"--insecure twice (tls.insecure: {ANYWHERE})"
+                f"discovery.etcd_endpoints is {endpoint}, which is no loopback address; use https://{address}, or allow "
+                f"plain text with --insecure-anywhere (tls.insecure: {ANYWHERE})"
             )
 
 
@@ -79,8 +81,8 @@ def is_plain_text_right(tls: TlsConfig, named: Iterable[tuple[str, str | None]])
         return False
     if not tls.insecure:
         raise ConfigError(
-            "TLS is not set up; give tls.cert_file, tls.key_file and tls.ca_file (--tls-cert, --tls-key, --tls-ca), or do "
-            "without it on this machine with --insecure"
+            "TLS is not set up; give tls.cert_file, tls.key_file and tls.ca_file (--tls-cert, --tls-key, --tls-ca), or use "
+            "plain text on this machine with --insecure"
         )
     found = [why_not_plain_text(what, address, tls.insecure) for what, address in named if address is not None]
     problems = [problem for problem in found if problem is not None]
@@ -99,4 +101,6 @@ def why_not_plain_text(what: str, address: str, insecure: int) -> str | None:
     """
     if insecure >= ANYWHERE or (insecure and is_loopback(address)):
         return None
-    return f"{what} is {address}, which is no loopback address; without TLS it needs --insecure twice (tls.insecure: {ANYWHERE})"
+    return (
+        f"{what} is {address}, which is no loopback address; without TLS it needs --insecure-anywhere (tls.insecure: {ANYWHERE})"
+    )

@@ -11,14 +11,13 @@ import typer
 from kvferry.cli import exit_codes
 from kvferry.cli.options import JsonFlag, Target, TlsOptions, check_timeout, with_options
 from kvferry.cli.text_command import TextTyper
+from node_runtime.command_line import example
 from transfer.errors import PeerUnreachable
 
 if TYPE_CHECKING:
     from kvferry.cli.node_client import NodeClient
 
-node_app = TextTyper(
-    no_args_is_help=True, help="Drain a node, look at its requests, abort one, change its role or its log level."
-)
+node_app = TextTyper(help="Operate a node: drain it, list or abort its requests, change its role or its log level.")
 
 
 def _client(command: str, target: str, tls: TlsOptions) -> NodeClient:
@@ -27,15 +26,15 @@ def _client(command: str, target: str, tls: TlsOptions) -> NodeClient:
     return NodeClient(target, security=tls.security(f"node {command}", target))
 
 
-@node_app.command()
+@node_app.command(epilog=example("kvferry node drain --timeout 60 --target 127.0.0.1:7100 --insecure"))
 @with_options
 async def drain(
     target: Target,
-    timeout: Annotated[float, typer.Option(help="Seconds that requests in flight get.")] = 30.0,
+    timeout: Annotated[float, typer.Option(help="Seconds to finish requests in flight.")] = 30.0,
     *,
     tls: TlsOptions,
 ) -> int:
-    """Take no new requests, and wait until those in flight are over; exit code 6 where some are left. The node stays drained."""
+    """Accept no new requests, and wait until those in flight end. The exit code is 6 if some remain. The node stays drained."""
     async with _client("drain", target, tls) as client:
         check_timeout(timeout)
         remaining = await client.drain(budget_s=timeout)
@@ -54,20 +53,23 @@ async def drain(
     return exit_codes.OK
 
 
-@node_app.command()
+@node_app.command(epilog=example("kvferry node undrain --target 127.0.0.1:7100 --insecure"))
 @with_options
 async def undrain(target: Target, *, tls: TlsOptions) -> None:
-    """Take requests again."""
+    """Accept requests again."""
     async with _client("undrain", target, tls) as client:
         was_draining = await client.undrain()
     print(f"{target} takes requests again" if was_draining else f"{target} was not draining")
 
 
-@node_app.command()
+@node_app.command(epilog=example("kvferry node requests --json --target 127.0.0.1:7100 --insecure"))
 @with_options
 async def requests(
     target: Target,
-    limit: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The oldest so many; 0: as many as an answer holds.")] = 0,
+    limit: Annotated[
+        int,
+        typer.Option(min=0, max=2**32 - 1, help="Number of requests, the oldest first; 0 shows all that fit into one answer."),
+    ] = 0,
     json: JsonFlag = False,
     *,
     tls: TlsOptions,
@@ -86,16 +88,16 @@ async def requests(
         Console().print(request_table(answer, target))
 
 
-@node_app.command()
+@node_app.command(epilog=example("kvferry node abort REQUEST_ID --target 127.0.0.1:7100 --insecure"))
 @with_options
 async def abort(
     target: Target,
-    request_id: Annotated[str, typer.Argument(help="The client's request id, or a transfer's.")],
-    reason: Annotated[str, typer.Option(help="One line, for whoever waits for the request.")] = "",
+    request_id: Annotated[str, typer.Argument(help="Id of the request or of its transfer.")],
+    reason: Annotated[str, typer.Option(help="One line for the client of the request.")] = "",
     *,
     tls: TlsOptions,
 ) -> int:
-    """Give a request up; exit code 1 where no such request is in flight."""
+    """Abort a request. The exit code is 1 if it is not in flight."""
     async with _client("abort", target, tls) as client:
         is_found = await client.abort(request_id, reason=reason)
     if is_found:
@@ -105,16 +107,16 @@ async def abort(
     return exit_codes.FAILED
 
 
-@node_app.command("switch-role")
+@node_app.command("switch-role", epilog=example("kvferry node switch-role prefill --target 127.0.0.1:7100 --insecure"))
 @with_options
 async def switch_role(
     target: Target,
     role: Annotated[str, typer.Argument(help="prefill or decode.")],
-    timeout: Annotated[float, typer.Option(help="Seconds that requests in flight get.")] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Seconds to finish requests in flight.")] = 60.0,
     *,
     tls: TlsOptions,
 ) -> None:
-    """Make a prefill node a decode node, or the other way about, where it has settings for that (other_role)."""
+    """Change a prefill node to a decode node, or back. The node needs settings for both roles (other_role)."""
     async with _client("switch-role", target, tls) as client:
         check_timeout(timeout)  # 0 seconds mean to the node: as long as its own settings allow
         answer = await client.switch_role(role, budget_s=timeout)
@@ -124,7 +126,7 @@ async def switch_role(
             print(f"it was told to drain, and takes no requests: kvferry node undrain --target {target}")
 
 
-@node_app.command("log-level")
+@node_app.command("log-level", epilog=example("kvferry node log-level debug --target 127.0.0.1:7100 --insecure"))
 @with_options
 async def log_level(
     target: Target,
@@ -132,7 +134,7 @@ async def log_level(
     *,
     tls: TlsOptions,
 ) -> None:
-    """Change what the node and its ranks write to their logs."""
+    """Change the log level of the node and its ranks."""
     async with _client("log-level", target, tls) as client:
         before = await client.set_log_level(level)
     print(f"{target} writes {level} (before: {before})")

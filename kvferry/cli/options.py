@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
+from node_runtime.command_line import SECURITY_PANEL, Insecure, InsecureAnywhere, insecure_level
 from transfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _LONGEST_S: Final = 86_400
 AnyEnum = TypeVar("AnyEnum", bound=StrEnum)
 
 Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address of a node.")]
-JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,17 +48,21 @@ def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tls_option(*names: str, help: str, **settings: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel="Security", **settings)
+    return typer.Option(*names, help=help, rich_help_panel=SECURITY_PANEL, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsOptions:
-    """Options by which a command calls nodes. Each field is an option of the command, and an argument of `client_security`."""
+    """Options by which a command calls nodes. Each field is an option of the command."""
 
-    file: Annotated[Path | None, _tls_option("--config", help="YAML file with a section tls, as a node has it.")] = None
+    file: Annotated[Path | None, _tls_option("--config", help="YAML file with a section tls, as in the settings of a node.")] = (
+        None
+    )
     cert: Annotated[Path | None, _tls_option("--tls-cert", help="PEM certificate of the caller (tls.cert_file).")] = None
-    key: Annotated[Path | None, _tls_option("--tls-key", help="Its PEM private key (tls.key_file).")] = None
-    ca: Annotated[Path | None, _tls_option("--tls-ca", help="PEM authorities of the node's certificate (tls.ca_file).")] = None
+    key: Annotated[Path | None, _tls_option("--tls-key", help="PEM private key of that certificate (tls.key_file).")] = None
+    ca: Annotated[
+        Path | None, _tls_option("--tls-ca", help="PEM certificates of the authorities of the node's certificate (tls.ca_file).")
+    ] = None
     peer_names: Annotated[
         list[str] | None,
         _tls_option(
@@ -66,15 +71,20 @@ class TlsOptions:
             help="Name that the node's certificate may have (tls.peer_names); by default the target's host.",
         ),
     ] = None
-    insecure: Annotated[
-        int, _tls_option("--insecure", count=True, help="Without TLS, on loopback addresses; twice: on any (tls.insecure).")
-    ] = 0
+    insecure: Insecure = 0
+    insecure_anywhere: InsecureAnywhere = False
+
+    def arguments(self, command: str) -> dict[str, Any]:
+        """Return the arguments of `client_security`, by name."""
+        found = asdict(self)
+        level = insecure_level(f"kvferry {command}", self.insecure, found.pop("insecure_anywhere"))
+        return found | {"insecure": level or 0}
 
     def security(self, command: str, *targets: str, what: str = "--target") -> Security:
         """Return the security with which `command` calls `targets`; see `client_security`."""
         from kvferry.cli.client_settings import client_security
 
-        return client_security(command, *targets, what=what, **asdict(self))
+        return client_security(command, *targets, what=what, **self.arguments(command))
 
 
 def check_timeout(timeout_s: float) -> None:

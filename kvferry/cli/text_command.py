@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
 from kvferry.cli import exit_codes
+from node_runtime.command_line import HelpfulCommand, HelpfulTyper
 from transfer.errors import TransferError
 from transfer.utf8 import is_utf8
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-class TextCommand(TyperCommand):
+class TextCommand(HelpfulCommand):
     """A command that accepts only UTF-8 arguments. Its function, or coroutine, returns the exit code; None means success.
 
     Without the check, other arguments would raise an error where they are first sent or written, without naming the argument.
@@ -52,8 +49,7 @@ class TextCommand(TyperCommand):
         raise typer.Exit(code or exit_codes.OK)
 
 
-class TextTyper(typer.Typer):
+class TextTyper(HelpfulTyper):
     """A `typer.Typer` that makes such commands."""
 
-    def command(self, name: str | None = None, *, cls: Any = TextCommand, **settings: Any) -> Callable[[_Function], _Function]:
-        return super().command(name, cls=cls, **settings)
+    command_class = TextCommand

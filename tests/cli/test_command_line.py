@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import transfer
+from decode_node.command import app as decode_app
 from kvferry.__main__ import app
 from kvferry.cli import exit_codes
 from kvferry.cli.generate import GenerateOptions, parse_token_ids
@@ -19,6 +22,7 @@ from kvferry.cli.json_report import write_report
 from kvferry.cli.text_command import TextCommand
 from kvferry.demo.options import DemoOptions
 from kvferry.demo.prompts import load_prompts
+from prefill_node.command import app as prefill_app
 from transfer.errors import ConfigError, TransferError
 from transfer.registry.convert import sampling_from_proto
 
@@ -38,6 +42,43 @@ def dead_address() -> str:
 def test_version() -> None:
     result = kvferry("--version")
     assert (result.exit_code, result.output) == (0, f"kvferry {transfer.__version__}\n")
+
+
+def leaves(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield each command below `command`, with the words that call it."""
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        yield path, command
+    else:
+        for name, one in inner.items():
+            yield from leaves(one, (*path, name))
+
+
+COMMANDS = [
+    *leaves(get_command(app), ("kvferry",)),
+    *leaves(get_command(prefill_app), ("prefill-node",)),
+    *leaves(get_command(decode_app), ("decode-node",)),
+]
+
+
+@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[" ".join(path) for path, _ in COMMANDS])
+def test_the_help_of_each_command_has_an_example_that_parses(path: tuple[str, ...], command: Any) -> None:
+    words = shlex.split(command.epilog.removeprefix("Example: "))
+    assert tuple(words[: len(path)]) == path
+    command.make_context(" ".join(path), words[len(path) :])
+
+
+@pytest.mark.parametrize("arguments", [("-h",), ("node", "-h"), ("status", "-h")])
+def test_h_is_help(arguments: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, arguments, terminal_width=120)
+    assert result.exit_code == 0 and "Usage: " in result.output
+    assert "bool" not in result.output, "options without a value show no type"
+
+
+def test_a_value_after_insecure_names_the_other_flag() -> None:
+    result = kvferry("status", "--target", "127.0.0.1:1", "--insecure", "2")
+    assert result.exit_code == exit_codes.BAD_INPUT
+    assert "--insecure takes no value" in result.output and "--insecure-anywhere" in result.output
 
 
 LONG = "9" * 5000
@@ -80,7 +121,7 @@ def test_wrong_argument_is_one_line_that_names_it(arguments: tuple[str, ...], na
 )
 def test_a_target_that_is_no_host_and_port_is_refused_before_it_is_called(command: tuple[str, ...], option: str) -> None:
     for target in (f"127.0.0.1:{LONG}", "::1:1", "http://a:1"):
-        result = kvferry(*command, "--insecure", "--insecure", *((option,) if option.startswith("-") else ()), target)
+        result = kvferry(*command, "--insecure-anywhere", *((option,) if option.startswith("-") else ()), target)
         assert result.exit_code == exit_codes.BAD_INPUT
         (line,) = result.stderr.splitlines()
         says = f"{option} is {target!r}; it must be host:port with a port from 1 to 65535, an IPv6 host in brackets"
@@ -125,7 +166,7 @@ def test_a_number_that_is_none_or_out_of_range_is_refused_by_its_name(arguments:
     ("arguments", "environment"),
     [
         (("generate", "hi", "--insecure"), {}),
-        (("status", "--insecure", "--insecure"), {}),
+        (("status", "--insecure-anywhere"), {}),
         (("status",), {"KVFERRY_TLS__INSECURE": "1"}),
         (("status", "--watch", "--json", "--insecure"), {}),  # the tables would wait for the node to come
     ],
@@ -139,10 +180,10 @@ def test_nobody_listens(arguments: tuple[str, ...], environment: dict[str, str],
 
 
 NO_TLS = (
-    "TLS is not set up; give tls.cert_file, tls.key_file and tls.ca_file (--tls-cert, --tls-key, --tls-ca), or do without it on "
+    "TLS is not set up; give tls.cert_file, tls.key_file and tls.ca_file (--tls-cert, --tls-key, --tls-ca), or use plain text on "
     "this machine with --insecure"
 )
-FAR = "--target is 10.0.0.1:1, which is no loopback address; without TLS it needs --insecure twice (tls.insecure: 2)"
+FAR = "--target is 10.0.0.1:1, which is no loopback address; without TLS it needs --insecure-anywhere (tls.insecure: 2)"
 
 
 @pytest.mark.parametrize("command", [("generate", "hi"), ("status",)])

@@ -57,13 +57,13 @@ class Nodes:
             prefix: What its command line begins with; the process that it starts must become the node.
             environment: Variables on top of this process's.
             kind: What speaks to it.
-            is_on_loopback: False: its addresses are not, and it is told twice that there is no TLS.
+            is_on_loopback: False: its addresses are not, and plain text is allowed on them.
         """
         folder = self._folder / f"{len(self.nodes)}-{role}"
         folder.mkdir()
         command = [*prefix, sys.executable, "-m", f"{role}_node", "serve"]
         command += ["--ready-file", str(ClusterNode.ready_path(folder, role))]
-        command += ["--log-format", "json", "--insecure", *(() if is_on_loopback else ("--insecure",))]
+        command += ["--log-format", "json", "--insecure" if is_on_loopback else "--insecure-anywhere"]
         for address in prefill_nodes:
             command += ["--prefill-node", address]
         for path, value in settings.items():

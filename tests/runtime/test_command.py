@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLAGS = {
     "model": "elsewhere",
     "parallel.tp_size": 2,
+    "device": "cuda",
     "pool.page_size": 8,
     "server.host": "127.0.0.2",
     "server.port": 0,
@@ -64,10 +65,10 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[NodeConfig]:
 
 
 NO_TLS = (
-    "TLS is not set up; give tls.cert_file, tls.key_file and tls.ca_file (--tls-cert, --tls-key, --tls-ca), or do without it on "
+    "TLS is not set up; give tls.cert_file, tls.key_file and tls.ca_file (--tls-cert, --tls-key, --tls-ca), or use plain text on "
     "this machine with --insecure"
 )
-TWICE = "without TLS it needs --insecure twice (tls.insecure: 2)"
+ANYWHERE = "without TLS it needs --insecure-anywhere (tls.insecure: 2)"
 
 
 @pytest.fixture
@@ -159,10 +160,13 @@ def test_check_config_reports_a_valid_configuration(app: Typer, model: Path, arg
     ("arguments", "refusals"),
     [
         ((), [NO_TLS]),
-        (("--insecure", "--host", "10.1.2.3"), ["server.host is 10.1.2.3, which is no loopback address; " + TWICE]),
+        (("--insecure", "--host", "10.1.2.3"), ["server.host is 10.1.2.3, which is no loopback address; " + ANYWHERE]),
         (
             ("--set", "tls.insecure=1", "--host", "::", "--set", "server.advertise_host=node.example"),
-            [f"server.{it}, which is no loopback address; " + TWICE for it in ("host is ::", "advertise_host is node.example")],
+            [
+                f"server.{it}, which is no loopback address; " + ANYWHERE
+                for it in ("host is ::", "advertise_host is node.example")
+            ],
         ),
     ],
 )
@@ -182,10 +186,12 @@ def test_the_addresses_of_prefill_nodes_are_looked_at_too(model: Path) -> None:
 
 
 @APPS
-def test_insecure_twice_goes_anywhere(app: Typer, model: Path) -> None:
+def test_insecure_anywhere_allows_every_address(app: Typer, model: Path) -> None:
     far = ("--host", "10.1.2.3", *(("--prefill-node", "pod.example:1") if app is decode_app else ()))
-    ended = check(app, model, "--insecure", *far)
-    assert ended.exit_code == exit_codes.OK and ended.stderr.count("warning: without TLS") == 1
+    ended = CliRunner().invoke(app, ["serve", "--check-config", "--model", str(model), "--insecure-anywhere", *far])
+    assert ended.exit_code == exit_codes.OK and ended.stderr.count("warning: ") == 1
+    twice = check(app, model, "--insecure", *far)  # the form of version 0.1
+    assert twice.exit_code == exit_codes.OK and "warning: --insecure twice is deprecated; use --insecure-any" in twice.stderr
     environment = {"KVFERRY_TLS__INSECURE": "2"}
     again = CliRunner().invoke(app, ["serve", "--check-config", "--model", str(model), *far], env=environment)
     assert again.exit_code == exit_codes.OK
@@ -233,6 +239,11 @@ def test_the_collector_spares_all_that_a_leader_has_loaded(model: Path, monkeypa
         assert ended.value.code == exit_codes.OK and is_spared == [True]
     finally:
         gc.unfreeze()
+
+
+def test_an_option_of_the_other_daemon_names_that_daemon() -> None:
+    ended = CliRunner().invoke(prefill_app, ["serve", "--prefill-node", "a:1"])
+    assert ended.exit_code == 2 and "No such option: --prefill-node. It is an option of decode-node." in ended.output
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

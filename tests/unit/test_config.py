@@ -362,7 +362,7 @@ def test_etcd_in_plain_text_needs_what_plain_text_needs(tmp_path: Path) -> None:
     for endpoint in ("http://127.0.0.1:2379", "http://localhost:2379", "https://etcd-0:2379"):
         check_plain_text(prefill_config(tmp_path, discovery={**ETCD, "etcd_endpoints": [endpoint]}))
     away = {**ETCD, "etcd_endpoints": ["https://a:1", "http://etcd-0:2379"]}
-    with pytest.raises(ConfigError, match=r"etcd_endpoints is http://etcd-0:2379, .* it must be https://etcd-0:2379, or take"):
+    with pytest.raises(ConfigError, match=r"etcd_endpoints is http://etcd-0:2379, .* use https://etcd-0:2379, or allow"):
         check_plain_text(prefill_config(tmp_path, discovery=away))
     check_plain_text(prefill_config(tmp_path, discovery=away, tls={"insecure": 2}))
     files = {name: tmp_path / name for name in ("cert_file", "key_file", "ca_file")}

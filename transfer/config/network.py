@@ -171,8 +171,8 @@ class TlsConfig(Section):
     insecure: Annotated[Literal[0, 1, 2], BeforeValidator(whole)] = Field(
         default=0,
         description=(
-            "Number of --insecure flags: 1 allows plain text on loopback addresses, 2 on any. Every caller that reaches a port "
-            "is then accepted."
+            "Plain text instead of TLS. 1 allows it on loopback addresses (--insecure), 2 on any (--insecure-anywhere). Every "
+            "caller that reaches a port is then accepted."
         ),
     )
 

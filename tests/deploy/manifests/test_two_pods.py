@@ -136,7 +136,7 @@ def test_two_pods_find_each_other_serve_and_drain(
 def generate(hosts: Hosts, variant: str, authority: Authority, folder: Path) -> subprocess.CompletedProcess[str]:
     """Call the node by the Service's name, with the certificate that the manifests create for clients."""
     if variant == "dev-tcp":
-        security = ["--insecure", "--insecure"]
+        security = ["--insecure-anywhere"]
     else:
         names = {one["metadata"]["name"]: one["spec"].get("dnsNames", [""])[0] for one in of_kind(variant, "Certificate")}
         folder.mkdir()
