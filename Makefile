@@ -176,7 +176,7 @@ $(DOCS_STAMP): docs/requirements.txt constraints.txt
 
 site: $(DOCS_STAMP) ## build the documentation site in .kvferry/site; warnings are errors
 	@bash .ci/tools docs
-	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict 2>&1 | { grep -v '^INFO' || true; }
 	@echo "site: open .kvferry/site/index.html"
 
 docs-check: setup # check that the output of make docs is committed

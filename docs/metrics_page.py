@@ -102,7 +102,8 @@ def metrics_page() -> str:
 def _row(spec: MetricSpec, server: str) -> str:
     labels = "; ".join(f"`{label}`: {_values(values)}" for label, values in zip(spec.labels, spec.values, strict=True))
     roles = " and ".join(spec.roles)
-    cells = (f"`{spec.shown_name}`", spec.kind, spec.unit, labels, f"{roles}: {server}", spec.help, spec.advice)
+    name = f'<a id="{spec.shown_name}"></a>`{spec.shown_name}`'
+    cells = (name, spec.kind, spec.unit, labels, f"{roles}: {server}", spec.help, spec.advice)
     return f"| {' | '.join(cells)} |"
 
 

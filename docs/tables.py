@@ -28,6 +28,7 @@ from deploy.monitoring import ALERTS, DASHBOARDS, FOLDER, RULES
 from deploy.monitoring.grafana import dashboard_json
 from deploy.monitoring.rule_file import rules_yaml
 from docs import chart
+from docs.cli_page import cli_page
 from docs.metrics_page import metrics_page
 from embedded_engine.architectures import ARCHITECTURES
 from kvferry.cli import exit_codes as command_codes
@@ -224,6 +225,7 @@ REGIONS: Final[Mapping[str, Mapping[str, Callable[[str], str]]]] = {
 def whole_files() -> dict[Path, str]:
     rules = rules_yaml(ALERTS)
     return {
+        ROOT / "docs" / "cli.md": cli_page(),
         ROOT / "docs" / "configuration.md": configuration_page(),
         ROOT / "docs" / "metrics.md": metrics_page(),
         **{FOLDER / f"{one.name}.json": dashboard_json(one) for one in DASHBOARDS},

@@ -202,8 +202,10 @@ class Shard:
     """One rank's shard of a `KVLayout`.
 
     Args:
-        tp_size, tp_rank: Tensor parallel degree, and this rank's index in it.
-        pp_size, pp_rank: Pipeline parallel degree, and this rank's stage.
+        tp_size: Tensor parallel degree.
+        tp_rank: This rank's index in it.
+        pp_size: Pipeline parallel degree.
+        pp_rank: This rank's stage.
         page_size: Tokens per page of this rank's pool.
         dtype: Element type of this rank's pool; None means the layout's.
         order: Order of the dimensions inside a page.

@@ -23,8 +23,8 @@ def _documents() -> list[Path]:
 
 
 def _anchors(text: str) -> set[str]:
-    """Return GitHub's anchors of the headings: lower case, no punctuation, hyphens for spaces, numbered repeats."""
-    anchors: set[str] = set()
+    """Return the ids of `a` elements, and GitHub's anchors of headings: lower case, no punctuation, hyphens for spaces, numbered."""
+    anchors = set(re.findall(r'<a id="([^"]+)">', text))
     for heading in HEADING.findall(FENCE.sub("", text)):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
         slug = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")

@@ -34,7 +34,7 @@ def configuration_page() -> str:
         "begins with the name of a section below, such as `server`: give the pod `enableServiceLinks: false` then.",
         "Sizes are bytes, or text such as `64MiB` or `1GB`. `null` stands for no value.",
     ]
-    common = dict(settings(NodeConfig))
+    shown: dict[str, str] = {}
     for title, config_type in (
         ("Both nodes", NodeConfig),
         ("prefill-node", PrefillNodeConfig),
@@ -44,14 +44,30 @@ def configuration_page() -> str:
     ):
         lines += ["", f"## {title}", ""]
         if config_type is ConnectorConfig:
-            lines += ["Where an engine hosts kvferry (docs/engines.md); the environment is read there, too.", ""]
+            lines += ["Settings of kvferry inside [vLLM, SGLang](engines.md) or [your own engine](integration.md).", ""]
+            lines += ["The environment is read there, too.", ""]
         if config_type is StoreConnectorConfig:
             lines += ["Settings of `KvferryStoreConnector` ([engines](engines.md#the-store-of-a-vllm-instance)).", ""]
+        is_node = issubclass(config_type, NodeConfig)
+        rows = {path: _row(path, field) for path, field in settings(config_type)}
+        if (same := [path for path, row in rows.items() if shown.get(path) == row]) and not is_node:
+            lines += ["These are as in the tables above: " + ", ".join(f"[`{path}`](#{path})" for path in same) + ".", ""]
+            if len(same) == len(rows):
+                lines.pop()
+                continue
+            lines += ["These are not in them, or differ:", ""]
         lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
-        for path, field in settings(config_type):
-            if config_type not in (PrefillNodeConfig, DecodeNodeConfig) or path not in common:
-                lines.append(f"| `{path}` | {_type_text(field)} | {_default_text(field)} | {field.description} |")
+        for path, row in rows.items():
+            if shown.get(path) == row:
+                continue
+            anchor = path if path not in shown else f"{title.lower().replace(' ', '-')}-{path}"
+            lines.append(f'| <a id="{anchor}"></a>{row}')
+        shown |= {path: row for path, row in rows.items() if path not in shown}
     return "\n".join(lines) + "\n"
+
+
+def _row(path: str, field: FieldInfo) -> str:
+    return f"`{path}` | {_type_text(field)} | {_default_text(field)} | {field.description} |"
 
 
 def _type_text(field: FieldInfo) -> str:

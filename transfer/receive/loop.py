@@ -52,7 +52,9 @@ class ReceiverOwner(Protocol):
         """Handle a complete request: the KV of the whole prompt is in the pool."""
         ...
 
-    def on_failed(self, request_id: str, reason: str, *, is_data_loss: bool) -> None: ...
+    def on_failed(self, request_id: str, reason: str, *, is_data_loss: bool) -> None:
+        """Handle the failure of a request; `on_drained` follows. `is_data_loss`: a chunk had the wrong digest twice."""
+        ...
 
     def on_drained(self, request_id: str) -> None:
         """Handle the end of a failed or cancelled request: nothing writes into its pages any more."""
@@ -250,10 +252,15 @@ class ReceiverLoop:
         return self._receiver.is_known(request_id)
 
     def expect_request(self, request: RankRequest) -> None:
+        """Start to receive a request's KV.
+
+        Call it when pages for the whole prompt are reserved, and before any sender starts the request. `on_complete` follows, or
+        `on_failed` and `on_drained`.
+        """
         self._requests[request.request_id] = request
         if self._tracer is not None and request.traceparent:
-            told = {"prompt_tokens": request.num_tokens}
-            span = self._tracer.begin("kvferry.receive", parent=request.traceparent, attributes=told)
+            attributes = {"prompt_tokens": request.num_tokens}
+            span = self._tracer.begin("kvferry.receive", parent=request.traceparent, attributes=attributes)
             if span is not None:
                 self._spans[request.request_id] = span
         self._pump.feed(protocol.IncomingExpected(request=request))

@@ -48,9 +48,13 @@ class SenderOwner(Protocol):
         """Handle the release of a request's pages: no gather will read them any more."""
         ...
 
-    def on_sent(self, request_id: str, stats: SentStats) -> None: ...
+    def on_sent(self, request_id: str, stats: SentStats) -> None:
+        """Handle a request whose KV has arrived and is released on all of its routes. No other call follows for it."""
+        ...
 
-    def on_failed(self, request_id: str, reason: str) -> None: ...
+    def on_failed(self, request_id: str, reason: str) -> None:
+        """Handle a request that ended early. No write of this rank is under way for it, and no other call follows."""
+        ...
 
 
 class HostSource(Protocol):
@@ -215,9 +219,14 @@ class SenderLoop:
             self.close_session(number, f"{peer.name} is lost: {reason}")
 
     def on_watermark(self, number: int, watermark: Watermark) -> None:
+        """Handle the newest watermark of a session's ring. Older ones have no effect."""
         self._pump.feed(protocol.WatermarkArrived(session=number, watermark=watermark))
 
     def start_request(self, request: RankRequest) -> None:
+        """Start to send a request's KV, chunk by chunk as `chunk_computed` reports them.
+
+        Call it when every decode rank expects the request (`ReceiverLoop.expect_request`). `on_sent` or `on_failed` follows.
+        """
         if self._tracer is not None and request.traceparent:
             span = self._tracer.begin("kvferry.send", parent=request.traceparent)
             if span is not None:
@@ -229,6 +238,7 @@ class SenderLoop:
         self._pump.feed(protocol.ChunkComputed(request_id=request_id, chunk=chunk, event=event))
 
     def abort_request(self, request_id: str, reason: str) -> None:
+        """Give up a request. `on_failed` follows when its writes have settled."""
         self._pump.feed(protocol.OutgoingAborted(request_id=request_id, reason=reason))
 
     def close(self) -> None:

@@ -34,7 +34,16 @@ UNDER_WAY = (SenderStage.GATHERING, SenderStage.WRITING)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentStats:
-    """Statistics of one request on this rank; see TransferStats of the wire contract."""
+    """Statistics of one request on this rank.
+
+    Args:
+        num_bytes: Bytes written.
+        writes: Writes, repeated ones included.
+        writes_without_staging: Writes of the same KV if each token, layer, and K or V of a route were one write.
+        transfer_s: Time from the first gather to the last release.
+        exposed_s: Part of it after the last chunk was computed.
+        resends: Pieces that were sent again because their digest was wrong.
+    """
 
     num_bytes: int = 0
     writes: int = 0
