@@ -11,6 +11,7 @@ from bench.table import LARGE_BYTES, TARGET_OF_LIBRARY, Content, Outcome
 
 TARGET_KERNEL = 0.97  # of a copy of the same bytes on the device
 TARGET_KERNEL_WITH_DIGEST = 0.94
+TARGET_CONVERSION_WITH_DIGEST = 0.9  # of a copy of as many bytes as are read and written
 TARGET_HOST_S = 25e-6  # of a gather call with everything prepared, in steady state
 TARGET_FUSED = 0.92  # of the copy engine's copy into the same memory
 TARGET_POOL_TO_POOL = 0.88  # likewise, with digest, gather and scatter
@@ -32,7 +33,7 @@ def outcomes_of(part: str, content: Content) -> list[Outcome]:
 
 
 def _kernels(content: Content) -> Iterator[Outcome]:
-    """The worst case of each kind of row; conversions are told and not judged."""
+    """The worst case of each kind of row. Conversions have a target with digest only."""
     kinds: dict[str, list[Content]] = {}
     for row in content["rows"]:
         is_conversion = "wire" in row["case"]
@@ -40,6 +41,7 @@ def _kernels(content: Content) -> Iterator[Outcome]:
             kinds.setdefault(row["what"] + (", converted" if is_conversion else ""), []).append(row)
     limits = {"gather": TARGET_KERNEL, "scatter": TARGET_KERNEL}
     limits |= {f"{side} + digest": TARGET_KERNEL_WITH_DIGEST for side in ("gather", "scatter")}
+    limits |= {f"{side} + digest, converted": TARGET_CONVERSION_WITH_DIGEST for side in ("gather", "scatter")}
     for what, rows in kinds.items():
         slowest = max(rows, key=lambda row: row["median_s"] if row["ratio"] is None else 1 / row["ratio"])
         name = f"{what.removesuffix(', host')}, worst of {len(rows)}"

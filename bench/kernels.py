@@ -1,6 +1,7 @@
 """Gather and scatter against a plain copy of the same bytes in the same run: on a GPU, or in host memory where there is none.
 
-    python -m bench.kernels [--json FILE] [--quick] [--peer sglang [--sglang-wheel FILE]] [--sweep [SECONDS]] [--host]
+    python -m bench.kernels [--json FILE] [--quick] [--cases TEXT] [--peer sglang [--sglang-wheel FILE]] [--sweep [SECONDS]]
+        [--host]
 
 A copy reads and writes every byte once, and so do gather and scatter: the copy is their limit. Where elements are converted, it
 is a copy of as many bytes as are read and written then. Every case's calls alternate with its copies.
@@ -168,13 +169,13 @@ def _peer_calls(peer: sglang.SglangStaging, prepared: Prepared) -> tuple[Callabl
 
 
 def _add_headline(report: Report) -> None:
-    """Add the worst ratio of the cases with a target; copies only."""
-
-    def ratios(*names: str) -> list[float]:
-        return [row.ratio for row in report.rows if row.what in names and row.ratio is not None and "wire" not in row.case]
-
-    report.headline["worst_ratio_without_digest"] = min(ratios(*SIDES))
-    report.headline["worst_ratio_with_digest"] = min(ratios(*(f"{side} + digest" for side in SIDES)))
+    """Add the worst ratios of copies and of conversions, as far as there are cases of them."""
+    for name, is_conversion in (("ratio", False), ("converted_ratio", True)):
+        rows = [row for row in report.rows if row.ratio is not None and ("wire" in row.case) is is_conversion]
+        for what, names in (("without_digest", SIDES), ("with_digest", tuple(f"{side} + digest" for side in SIDES))):
+            ratios = [row.ratio for row in rows if row.what in names and row.ratio is not None]
+            if ratios:
+                report.headline[f"worst_{name}_{what}"] = min(ratios)
     report.headline["worst_host_s"] = max(row.median_s for row in report.rows if row.what.endswith("digest, host"))
 
 
@@ -233,6 +234,7 @@ def measure_interpreted(geometries: Sequence[Geometry]) -> Report:
 
 def parser() -> argparse.ArgumentParser:
     made = argument_parser("gather and scatter against a plain copy")
+    made.add_argument("--cases", metavar="TEXT", default="", help="only cases whose name contains it: wire, for conversions")
     made.add_argument("--peer", choices=["sglang"], help="also SGLang's staging kernels and calls (on a GPU)")
     made.add_argument("--sglang-wheel", type=Path, help="its wheel, or a directory with its files; pip downloads it by default")
     made.add_argument(
@@ -245,6 +247,9 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     arguments = parser().parse_args()
     is_quick: bool = arguments.quick
+    on_gpu, on_host = ([one for one in every if arguments.cases in one.name] for every in (ON_GPU, ON_HOST))
+    if not on_gpu:
+        raise SystemExit(f"no case has {arguments.cases!r} in its name")
     if torch.cuda.is_available() and not arguments.host:
         if arguments.sweep:
             from bench.kernel_sweep import sweep  # Triton is only where there is a GPU
@@ -252,13 +257,13 @@ def main() -> None:
             report = sweep([(by_name(name), side) for name, side in HARDEST], repetitions=5, seconds=arguments.sweep)
         else:
             peer = sglang.load(arguments.sglang_wheel) if arguments.peer else None
-            geometries = [one.smaller(8) for one in ON_GPU] if is_quick else ON_GPU
+            geometries = [one.smaller(8) for one in on_gpu] if is_quick else on_gpu
             report = measure_gpu(geometries, repetitions=3 if is_quick else 20, peer=peer)
     elif os.environ.get("TRITON_INTERPRET") == "1" and not arguments.host:
-        report = measure_interpreted([one.smaller(256) for one in ON_GPU])
+        report = measure_interpreted([one.smaller(256) for one in on_gpu])
     else:
         torch.set_num_threads(1)
-        geometries = [one.smaller(4) for one in ON_HOST] if is_quick else ON_HOST
+        geometries = [one.smaller(4) for one in on_host] if is_quick else on_host
         report = measure_host(geometries, repetitions=3 if is_quick else 9)
     report.finish(arguments.json)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import permutations
 
 import pytest
 import torch
@@ -46,6 +47,18 @@ def test_shapes_that_engines_use(page_size: int, head_dim: int, order: TokenOrde
     from transfer.copy.head_slice import TritonCopier
 
     assert_agrees(shape(DType.BFLOAT16, DType.BFLOAT16, page_size, head_dim, order), TritonCopier, "cuda", has_kernels=True)
+
+
+@pytest.mark.parametrize("order", list(TokenOrder))
+@pytest.mark.parametrize("page_size", [1, 16, 48])
+@pytest.mark.parametrize("pair", list(permutations(FLOATS, 2)), ids="-".join)
+def test_conversions_are_digested_in_the_same_pass(pair: tuple[DType, DType], page_size: int, order: TokenOrder) -> None:
+    from transfer.copy.head_slice import TritonCopier
+
+    for head_dim in (64, 80, 128):
+        case = shape(*pair, page_size, head_dim, order)
+        assert case.plan(TritonCopier, case.pool("cuda", seed=1)).can_digest
+        assert_agrees(case, TritonCopier, "cuda", has_kernels=True)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.37, 12.0])

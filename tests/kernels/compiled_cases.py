@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from transfer.copy.copy_kernel import copy_pieces
+from transfer.copy.digest import WORD_BYTES
 from transfer.copy.head_slice import DEFAULT_TUNING
 from transfer.copy.page_kernel import copy_segments
 from transfer.copy.words import sum_words
@@ -122,6 +123,20 @@ def check_conversion(constants: dict[str, Any]) -> None:
     native, by_hand = ptx(copy_pieces, constants, 90), ptx(copy_pieces, {**constants, "IS_NATIVE": False}, 80)
     assert "e4m3x2" in native and "e4m3" not in by_hand
     assert 16 in widths(native, "ld") and 16 in widths(native, "st")
+
+
+def check_converted_digest(constants: dict[str, Any]) -> None:
+    """The digest changes neither the accesses of a conversion nor the places of its elements, and adds to the sum once."""
+    tuning = DEFAULT_TUNING
+    words = tuning.digest_words * (WORD_BYTES // constants["WIRE_BYTES"])
+    constants = {**constants, "TILE_PIECES": words // constants["PIECE"]}
+    alone, digesting = (
+        compiled(copy_pieces, {**constants, "HAS_DIGEST": has_digest}, 90, tuning.digest_warps).asm
+        for has_digest in (False, True)
+    )
+    assert widths(digesting["ptx"], "ld") == widths(digesting["ptx"], "st") == {16}
+    assert digesting["ttgir"].count("convert_layout") == alone["ttgir"].count("convert_layout")
+    assert digesting["ptx"].count("atom.global") == 1
 
 
 def check_page_move(segment: int, columns: int, *, is_source_packed: bool, is_target_packed: bool, capability: int) -> None:

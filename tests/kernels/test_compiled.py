@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import triton
 import triton.language as tl
 
-from tests.kernels.compiled_cases import NARROW, check_conversion, check_copy, check_page_move, check_pass, check_registers
+from tests.kernels.compiled_cases import (
+    NARROW,
+    WIDEN,
+    check_conversion,
+    check_converted_digest,
+    check_copy,
+    check_page_move,
+    check_pass,
+    check_registers,
+)
 
 pytestmark = pytest.mark.skipif(
     bool(triton.knobs.runtime.interpret), reason="TRITON_INTERPRET is set: its functions are not compiled"
@@ -23,6 +33,11 @@ def test_copies_move_16_bytes_at_a_time_with_few_registers(is_gather: bool, tmp_
 
 def test_conversions_use_the_devices_own_instructions_where_it_has_them() -> None:
     check_conversion(NARROW)
+
+
+@pytest.mark.parametrize("constants", [NARROW, WIDEN], ids=["gather", "scatter"])
+def test_the_digest_of_a_conversion_moves_no_element_between_threads(constants: dict[str, Any]) -> None:
+    check_converted_digest(constants)
 
 
 def test_pages_are_moved_16_bytes_at_a_time() -> None:

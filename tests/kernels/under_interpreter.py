@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,7 +13,7 @@ from tests.kernels.page_cases import PageCase, Side, assert_moves
 from transfer.copy import add_digest
 from transfer.copy.device_page_mover import DevicePageMovement
 from transfer.copy.digest import DIGEST_WORDS, digest
-from transfer.copy.head_slice import TritonCopier
+from transfer.copy.head_slice import TritonCopier, Tuning
 from transfer.copy.kernel_choice import triton_defect
 from transfer.layout import DType, KVLayout, LayerSpec, Range, Shard, TokenOrder
 
@@ -30,6 +33,30 @@ def test_heads_are_gathered_and_scattered(wire_dtype: DType) -> None:
         scales={(1, True): 0.37},
     )
     assert_agrees(case, TritonCopier, has_kernels=True)
+
+
+CONVERTIBLE = [dtype for dtype in DType if dtype is not DType.INT8]
+
+
+@pytest.mark.parametrize(("k_dim", "v_dim"), [(32, 16), (24, 40)], ids=["exact", "padded"])
+@pytest.mark.parametrize("pair", list(itertools.permutations(CONVERTIBLE, 2)), ids="-".join)
+def test_converted_heads_are_digested_in_the_same_pass(pair: tuple[DType, DType], k_dim: int, v_dim: int) -> None:
+    """In tiles of 64 words: rows with and without padding to their pieces, and pieces that begin inside a page."""
+    element, wire_dtype = pair
+    case = Case(
+        layout=KVLayout(layers=(LayerSpec(num_kv_heads=3, k_head_dim=k_dim, v_head_dim=v_dim),) * 2, dtype=element),
+        shard=Shard(page_size=4, order=TokenOrder.HND if k_dim == 24 else TokenOrder.NHD),
+        num_pages=5,
+        heads=Range(begin=1, end=3),
+        wire_dtype=wire_dtype,
+        pages=(4, 0, 2),
+        tokens=Range(begin=3, end=11),
+        num_tokens=11,
+        scales={(1, True): 0.37},
+    )
+    in_small_tiles = partial(TritonCopier, tuning=Tuning(digest_words=64))
+    assert case.plan(in_small_tiles, case.pool("cpu", seed=1)).can_digest
+    assert_agrees(case, in_small_tiles, has_kernels=True)
 
 
 def test_words_are_summed() -> None:

@@ -9,7 +9,8 @@ Pieces are numbered from the first slot of the first page on. So a tile is part 
 page is then looked up once, and the offsets of its words are the same for every tile.
 
 A program moves one tile: programs with several were slower on an H200, with and without digest. With a digest, the words are
-mixed while they are in registers, and a program adds its sum once.
+mixed while they are in registers, and a program adds its sum once. If elements are converted, those of the wire are put together
+to words first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 
 from transfer.copy.elements import narrowed, widened
-from transfer.copy.words import add_to, keys_of, mixed, offsets_of
+from transfer.copy.words import add_to, keys_of, mixed, offsets_of, words_of
 
 WORD_TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 MAX_PIECES = 2**31 - 2**20  # of a buffer in one launch: with the last tile they are still numbered by 32 bits
@@ -105,11 +106,11 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton gives the parameters 
     # A number per program and a small one per word: what each thread has to keep is less.
     if IS_EXACT:
         tile_wire = first_wire + (tile * TILE_PIECES - first_piece).to(tl.int64) * PIECE
-        in_wire = (in_tile * PIECE)[:, None] + column[None, :]
+        piece_wire = in_tile * PIECE
     else:
         tile_wire = first_wire
-        in_wire = (((piece - first_piece) // PIECES_PER_ROW).to(tl.int64) * ROW + of_row * PIECE)[:, None] + column[None, :]
-    at_wire = (wire_base + tile_wire) + in_wire
+        piece_wire = ((piece - first_piece) // PIECES_PER_ROW).to(tl.int64) * ROW + of_row * PIECE
+    at_wire = (wire_base + tile_wire) + (piece_wire[:, None] + column[None, :])
     mask = is_moved[:, None]
     if not IS_EXACT:
         mask = mask & ((of_row * PIECE)[:, None] + column[None, :] < ROW)
@@ -125,8 +126,15 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton gives the parameters 
     at_target = at_wire if IS_GATHER else at_pool
     tl.store(at_target, stored, mask=mask)
     if HAS_DIGEST:
-        keys = keys_of(tile_wire) + offsets_of(in_wire)
-        add_to(digest, tl.where(mask, mixed(values.to(tl.uint64, bitcast=True), keys), 0))
+        # Pieces and rows are whole words: `can_digest`, and `piece_words` gives a power of two.
+        WORD_ELEMENTS: tl.constexpr = 8 // WIRE_BYTES
+        words = words_of(stored if IS_GATHER else values, TILE_PIECES, PIECE, WORD_ELEMENTS)
+        word = tl.arange(0, PIECE // WORD_ELEMENTS)
+        keys = keys_of(tile_wire // WORD_ELEMENTS) + offsets_of((piece_wire // WORD_ELEMENTS)[:, None] + word[None, :])
+        is_word = is_moved[:, None]
+        if not IS_EXACT:
+            is_word = is_word & ((of_row * PIECE)[:, None] + (word * WORD_ELEMENTS)[None, :] < ROW)
+        add_to(digest, tl.where(is_word, mixed(words, keys), 0))
 
 
 def piece_words(row: int, most: int) -> int:

@@ -37,6 +37,23 @@ def offsets_of(columns):  # type: ignore[no-untyped-def]
     return columns.to(tl.uint64) * _STEP
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def words_of(elements, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORD_ELEMENTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[ROWS, COLUMNS] consecutive elements as uint64 words [ROWS, COLUMNS // WORD_ELEMENTS].
+
+    A thread loads 16 bytes of consecutive elements, so most words are put together in the registers of one thread.
+    """
+    if WORD_ELEMENTS == 1:
+        words = elements.to(tl.uint64, bitcast=True)
+    else:
+        BITS: tl.constexpr = 64 // WORD_ELEMENTS
+        TYPE: tl.constexpr = tl.uint32 if BITS == 32 else (tl.uint16 if BITS == 16 else tl.uint8)
+        parts = tl.reshape(elements.to(TYPE, bitcast=True), [ROWS, COLUMNS // WORD_ELEMENTS, WORD_ELEMENTS]).to(tl.uint64)
+        shifts = (tl.arange(0, WORD_ELEMENTS) * BITS).to(tl.uint64)
+        words = tl.sum(parts << shifts[None, None, :], axis=2)  # the parts of a word share no bit
+    return words
+
+
 @triton.jit
 def mixed(words, keys):  # type: ignore[no-untyped-def]
     """What words count at their places; all uint64."""
