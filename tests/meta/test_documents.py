@@ -23,7 +23,7 @@ def _documents() -> list[Path]:
 
 
 def _anchors(text: str) -> set[str]:
-    """Return the ids of `a` elements, and GitHub's anchors of headings: lower case, no punctuation, hyphens for spaces, numbered."""
+    """Return the ids of `a` elements, and GitHub's anchors of headings: lower case, no punctuation, hyphens for spaces."""
     anchors = set(re.findall(r'<a id="([^"]+)">', text))
     for heading in HEADING.findall(FENCE.sub("", text)):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
