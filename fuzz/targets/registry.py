@@ -113,6 +113,7 @@ def _check_watermark(ack: pb.WatermarkAck) -> None:
     require(0 <= watermark.position < 2**63 and len(watermark.released) <= MAX_PUBLISHED_RANGES, f"{watermark!r} has no bound")
     again = convert.watermark_to_proto(watermark, ring_capacity_bytes=RING_BYTES)
     again.idle_heartbeat_s = checked_idle_heartbeat_s(ack.idle_heartbeat_s)  # no part of the ring's state
+    again.probe_turn = ack.probe_turn
     require(0 <= again.idle_heartbeat_s <= 10, "an interval without a bound")
     require(again == ack, "a watermark does not survive the wire")
 
@@ -148,7 +149,7 @@ def _samples() -> list[Message]:
     mark = Watermark(incarnation=22, sequence=7, position=3 * RING_BYTES + 512, released=(Grant(2**22, 2**22 + 256),))
     link = Link(prefill_rank=0, decode_rank=1, lane="ucx/shm", latency_s=1e-5, bandwidth_bytes_per_s=1e9)
     ack = convert.watermark_to_proto(mark, ring_capacity_bytes=RING_BYTES)
-    ack.idle_heartbeat_s = 0.5
+    ack.idle_heartbeat_s, ack.probe_turn = 0.5, True
     return [
         convert.instance_to_proto(_instance(11)),
         convert.layout_to_proto(MIXED),

@@ -72,6 +72,7 @@ class Attaching:
         self.answer: dict[str, Any] = {}  # what it answers differently from what is right
         self.refusal: TransferError | None = None
         self.num_attaches = 0
+        self.turns: list[int] = []
         self.lost: list[tuple[int, int, str]] = []
         self.sessions = DecodeSessions(
             context=RankContext(
@@ -121,6 +122,7 @@ async def attaching(**values: Any) -> AsyncIterator[Attaching]:
         on_attach=one.on_attach,
         on_session_lost=lambda session, reason: None,
         on_link=lambda session, link: None,
+        on_probe_turn=one.turns.append,
     )
     server = await serve("127.0.0.1", 0, transfer_control=servicer)
     await server.set_serving(True)
@@ -271,6 +273,18 @@ async def test_a_one_sided_probe_writes_behind_the_ring_that_others_use() -> Non
         assert peer is not None and peer.ring_bytes == RING_BYTES and peer.sessions == {0: 1}
         for number in list(sender.opened):
             sender.on_closed(number, "the test is over")
+        await one.sessions.close_all("the test is over")
+
+
+@pytest.mark.parametrize("capability", ["probe_turns", "another"])
+async def test_a_link_is_measured_in_its_turn_if_the_decode_rank_grants_turns(capability: str) -> None:
+    sender = Sender()
+    async with attaching(is_one_sided=True, sender=sender) as one:
+        one.gate.set()
+        one.answer["decode"] = instance(LIFE, capabilities=frozenset({capability}))
+        await one.sessions.open(instance(LIFE), (one.address,), join=1)
+        assert one.turns == ([1] if capability == "probe_turns" else [])
+        sender.on_closed(1, "the test is over")
         await one.sessions.close_all("the test is over")
 
 

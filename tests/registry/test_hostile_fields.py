@@ -338,7 +338,7 @@ def abort(_: Nodes) -> pb.AbortRequest:
 
 def beat(_: Nodes) -> pb.WriterBeat:
     link = pb.LinkStatus(prefill_rank=1, decode_rank=1, lane="ucx/shm", latency_s=1e-5, bandwidth_bytes_per_s=1e9)
-    return pb.WriterBeat(session_id=SESSION, link=link, idle_heartbeat_s=0.5)
+    return pb.WriterBeat(session_id=SESSION, link=link, idle_heartbeat_s=0.5, wants_probe_turn=True)
 
 
 RPCS = {

@@ -34,11 +34,13 @@ from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.convert import attach_request_to_proto
 from transfer.registry.heartbeat_timer import HeartbeatTimer
 from transfer.registry.options import CHANNEL_OPTIONS
+from transfer.registry.probe_turns import MAX_PROBES
 from transfer.registry.server import RegistryServer, TransferControlServicer, serve
 from transfer.ring import Grant, RingView, Watermark
 
 CAPACITY = 1 << 20
 HEARTBEAT_S = 0.2
+LINK = Link(prefill_rank=0, decode_rank=0, lane="ucx/shm", latency_s=1e-5, bandwidth_bytes_per_s=4e9)
 DEADLINE_S = 60.0  # only ends a wait that would never end
 
 
@@ -85,6 +87,7 @@ class DecodeRank:
     heartbeat_s: float = HEARTBEAT_S
     max_sessions: int | None = None
     in_use: set[int] = field(default_factory=set)
+    turns: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.servicer = NoticingServicer(
@@ -95,6 +98,7 @@ class DecodeRank:
             on_session_lost=lambda session_id, reason: self.lost.append((session_id, reason)),
             on_link=lambda session_id, link: self.links.append((session_id, link)),
             sessions_in_use=lambda: self.in_use,
+            on_probe_turn=self.turns.append,
             max_sessions=self.max_sessions,
         )
 
@@ -398,6 +402,31 @@ async def test_a_writer_states_the_interval_of_its_heartbeats(rank: DecodeRank, 
     await until(lambda: rank.servicer.is_idle(response.session_id), "an interval")
     in_use.add(response.session_id)
     await until(lambda: not rank.servicer.is_idle(response.session_id), "a heartbeat of a session in use")
+
+
+async def test_writers_take_turns_to_measure_their_links(rank: DecodeRank, writer: Writer) -> None:
+    """A turn ends with the report of the link, and with the session."""
+    number = MAX_PROBES + 2
+    sessions = [await writer.client.attach(attach_request(instance(50 + one)), timeout_s=DEADLINE_S) for one in range(number)]
+    watches = [writer.watch(session) for session in sessions]
+    waiting = [asyncio.ensure_future(watch.probe_turn()) for watch in watches]
+    await until(lambda: sum(one.done() for one in waiting) == MAX_PROBES, "the first turns")
+    assert all(not rank.servicer.is_idle(session) for session in rank.turns), "its writer is noticed soon if it dies"
+    first, second = ([session.session_id for session in sessions].index(one) for one in rank.turns[:2])
+    watches[first].report_link(LINK)
+    await until(lambda: len(rank.turns) == MAX_PROBES + 1, "the turn of the next")
+    watches[second].close()
+    await until(lambda: sum(one.done() for one in waiting) == number, "the turn of the last")
+    assert sorted(rank.turns) == sorted(session.session_id for session in sessions)
+    assert [link.lane for _, link in rank.links] == [LINK.lane]
+    await until(lambda: rank.servicer.is_idle(rank.turns[0]), "a heartbeat of an idle session")
+
+
+async def test_a_session_that_ends_ends_the_wait_for_a_turn(rank: DecodeRank, writer: Writer) -> None:
+    _, watch = await joined(rank, writer)
+    watch.close()
+    with pytest.raises(PeerUnreachable, match="has ended before its link was measured"):
+        await watch.probe_turn()
 
 
 async def test_heartbeats_keep_an_idle_session(rank: DecodeRank, writer: Writer) -> None:

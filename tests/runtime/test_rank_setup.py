@@ -41,6 +41,7 @@ def test_two_ranks_of_this_version_fit_and_tell_every_capability() -> None:
         "layer_groups",
         "one_join",
         "probe_bursts",
+        "probe_turns",
         "resend_once",
         "room_in_stream",
         "selective_release",

@@ -411,30 +411,34 @@ class AttachResponse(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., decode: _Optional[_Union[InstanceInfo, _Mapping]] = ..., decode_rank: _Optional[int] = ..., answer: _Optional[bytes] = ..., ring_capacity: _Optional[int] = ..., control_address: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., protocol_version: _Optional[int] = ..., probe_bytes: _Optional[int] = ..., control_key: _Optional[bytes] = ..., local_control_address: _Optional[str] = ...) -> None: ...
 
 class WriterBeat(_message.Message):
-    __slots__ = ("session_id", "link", "idle_heartbeat_s")
+    __slots__ = ("session_id", "link", "idle_heartbeat_s", "wants_probe_turn")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
     IDLE_HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    WANTS_PROBE_TURN_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     link: LinkStatus
     idle_heartbeat_s: float
-    def __init__(self, session_id: _Optional[int] = ..., link: _Optional[_Union[LinkStatus, _Mapping]] = ..., idle_heartbeat_s: _Optional[float] = ...) -> None: ...
+    wants_probe_turn: bool
+    def __init__(self, session_id: _Optional[int] = ..., link: _Optional[_Union[LinkStatus, _Mapping]] = ..., idle_heartbeat_s: _Optional[float] = ..., wants_probe_turn: bool = ...) -> None: ...
 
 class WatermarkAck(_message.Message):
-    __slots__ = ("incarnation", "sequence", "round", "tail", "released", "idle_heartbeat_s")
+    __slots__ = ("incarnation", "sequence", "round", "tail", "released", "idle_heartbeat_s", "probe_turn")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     TAIL_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     IDLE_HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    PROBE_TURN_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     sequence: int
     round: int
     tail: int
     released: _containers.RepeatedCompositeFieldContainer[ReleasedRange]
     idle_heartbeat_s: float
-    def __init__(self, incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., round: _Optional[int] = ..., tail: _Optional[int] = ..., released: _Optional[_Iterable[_Union[ReleasedRange, _Mapping]]] = ..., idle_heartbeat_s: _Optional[float] = ...) -> None: ...
+    probe_turn: bool
+    def __init__(self, incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., round: _Optional[int] = ..., tail: _Optional[int] = ..., released: _Optional[_Iterable[_Union[ReleasedRange, _Mapping]]] = ..., idle_heartbeat_s: _Optional[float] = ..., probe_turn: bool = ...) -> None: ...
 
 class ReleasedRange(_message.Message):
     __slots__ = ("begin", "end")

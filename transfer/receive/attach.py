@@ -137,6 +137,7 @@ class Writer:
     obstacle: str
     digest: str  # algorithm of payload digests
     scales: Mapping[tuple[int, bool], float] | None
+    serve_probe: Callable[[], Coroutine[Any, Any, None]] | None = None  # two-sided: this end's half, which has not begun
     is_measured: bool = False
 
 
@@ -191,6 +192,7 @@ class PrefillSessions:
             on_attach=self.on_attach,
             on_session_lost=self._receiver.close_session,
             on_link=self.on_link,
+            on_probe_turn=self._on_probe_turn,
             sessions_in_use=self._receiver.sessions_in_use,
         )
         self._receiver.watch_sessions(self._on_session_closed, self._servicer.publish)
@@ -321,7 +323,9 @@ class PrefillSessions:
         if self._scratch is not None and not session.is_one_sided:
             probe_bytes = min(probe_bytes, ring.capacity_bytes)  # a write's target must lie in the offered memory
             plan = ProbePlan.fitting(probe_bytes, has_bursts="probe_bursts" in request.prefill.capabilities)
-            self._keep(self._serve_probe(number, session, self._scratch, plan))
+            writer.serve_probe = partial(self._serve_probe, number, session, self._scratch, plan)
+            if "probe_turns" not in request.prefill.capabilities:
+                self._on_probe_turn(number)
         self._keep(self._warm_up(writer, request))
         log.info("session_opened", prefill_rank=request.prefill_rank, lane=session.lane)
         if session.obstacle:
@@ -365,6 +369,12 @@ class PrefillSessions:
             )
         except Exception as error:  # any error of a compiler; requests that need the kernels would fail again
             self._context.on_crash(error)
+
+    def _on_probe_turn(self, number: int) -> None:
+        writer = self._writers.get(number)
+        if writer is not None and writer.serve_probe is not None:
+            self._keep(writer.serve_probe())
+            writer.serve_probe = None
 
     async def _serve_probe(self, number: int, session: Session, scratch: LocalMemory, plan: ProbePlan) -> None:
         try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
-from transfer.errors import RemoteProtocolError
+from transfer.errors import PeerUnreachable, RemoteProtocolError
 from transfer.instance import AttachRequest, AttachResponse, Link, check_id
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
@@ -135,6 +135,7 @@ class SessionWatch:
         self._on_watermark = on_watermark
         self._on_lost = on_lost
         self._link: Link | None = None
+        self._turn: asyncio.Future[None] | None = None
         self._is_over = False
         self._wake = asyncio.Event()
         self.num_acks = 0
@@ -153,7 +154,22 @@ class SessionWatch:
     def report_link(self, link: Link) -> None:
         """Report this writer's measurements of the link to the decode rank, with a heartbeat that is sent at once."""
         self._link = link
+        self._timed.is_probing = False
         self._wake.set()
+
+    async def probe_turn(self) -> None:
+        """Wait until the decode rank grants the turn to measure the link; call this once. The report of the link ends the turn.
+
+        Raises:
+            PeerUnreachable: The session has ended.
+        """
+        self._turn = self._loop.create_future()
+        self._timed.is_probing = True
+        self._wake.set()
+        if not self._is_over:
+            await self._turn
+        if self._is_over:
+            raise PeerUnreachable(f"the session with {self._peer} has ended before its link was measured")
 
     def close(self) -> None:
         """End the session from this side, without `on_lost`. May be called twice."""
@@ -172,6 +188,8 @@ class SessionWatch:
                     return
                 self._heartbeats.on_heartbeat(checked_idle_heartbeat_s(ack.idle_heartbeat_s))
                 self.num_acks += 1
+                if ack.probe_turn and self._turn is not None and not self._turn.done():
+                    self._turn.set_result(None)
                 self._on_watermark(watermark_from_proto(ack, ring_capacity_bytes=self._ring_capacity_bytes))
         except grpc.aio.AioRpcError as error:
             reason = str(error_of(error, peer=self._peer))
@@ -195,6 +213,7 @@ class SessionWatch:
                     session_id=self._session_id,
                     link=None if link is None else link_to_proto(link),
                     idle_heartbeat_s=idle_s,
+                    wants_probe_turn=self._turn is not None and not self._turn.done(),
                 )
                 await self._call.write(heartbeat)
                 self._heartbeats.on_sent(idle_s)
@@ -219,6 +238,8 @@ class SessionWatch:
         self._is_over = True
         self._timer.remove(self._timed)
         self._wake.set()
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_result(None)
         self._call.cancel()
         if asyncio.current_task() is not self._writer:
             self._writer.cancel()  # a heartbeat that the other end took no more would wait for ever

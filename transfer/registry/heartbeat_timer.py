@@ -16,12 +16,14 @@ class SessionHeartbeats:
     Args:
         on_due: Sends a heartbeat soon, without blocking.
         on_silent: Called with the reason when the peer has missed its heartbeats.
+        is_probing: Whether its link is about to be measured. Like a request, this keeps the short interval.
     """
 
     session_id: int
     watch: HeartbeatWatch
     on_due: Callable[[], None]
     on_silent: Callable[[str], None]
+    is_probing: bool = False
 
 
 class HeartbeatTimer:
@@ -52,7 +54,7 @@ class HeartbeatTimer:
 
     def stated_idle_s(self, session: SessionHeartbeats) -> float:
         """Return the interval that the next heartbeat of the session states; see `HeartbeatWatch`."""
-        return 0.0 if session.session_id in self._in_use else idle_heartbeat_s(len(self._sessions))
+        return 0.0 if session.is_probing or session.session_id in self._in_use else idle_heartbeat_s(len(self._sessions))
 
     def is_late(self, watch: HeartbeatWatch) -> bool:
         """Return whether this process was stopped or busy, so that a peer may have ended a session and nobody has read why."""

@@ -40,6 +40,7 @@ from transfer.registry.options import (
     most_connections,
     most_sessions,
 )
+from transfer.registry.probe_turns import ProbeTurns
 from transfer.registry.security import MutualTls, PlainText, Security
 from transfer.registry.status import end_call, end_with
 from transfer.ring import Watermark
@@ -176,6 +177,8 @@ class _Session:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     has_stream: bool = False
+    has_asked: bool = False  # for a turn to measure its link
+    may_probe: bool = False
     lost_reason: str = ""
 
     @property
@@ -198,6 +201,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
             reported lost at once.
         on_session_lost: Called with the session's id and the reason of its end.
         on_link: Called with a session's id and its writer's measurements of the link.
+        on_probe_turn: Called with a session whose writer measures its link from now on.
         sessions_in_use: Returns the sessions that have a request in flight here.
         max_sessions: Sessions at once; None takes the maximum for the process's limit of open files.
     """
@@ -211,11 +215,14 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         on_attach: Callable[[AttachRequest], Awaitable[AttachResponse]],
         on_session_lost: Callable[[int, str], None],
         on_link: Callable[[int, Link], None] | None = None,
+        on_probe_turn: Callable[[int], None] | None = None,
         sessions_in_use: Callable[[], Collection[int]] = frozenset,
         max_sessions: int | None = None,
     ) -> None:
         HeartbeatWatch(heartbeat_s)  # checks the interval
         self._timer = HeartbeatTimer(sessions_in_use)
+        self._on_probe_turn = on_probe_turn
+        self._turns = ProbeTurns(self._grant_turn)
         self.heartbeat_s = heartbeat_s
         self._ring_capacity_bytes = ring_capacity_bytes
         self._on_attach = on_attach
@@ -400,8 +407,23 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
                 f"heartbeat: session_id is {heartbeat.session_id:#018x}; this stream is {session.session_id:#018x}'s"
             )
         session.heartbeats.watch.on_heartbeat(checked_idle_heartbeat_s(heartbeat.idle_heartbeat_s))
-        if heartbeat.HasField("link") and self._on_link is not None and not session.is_lost:
+        if session.is_lost:
+            return
+        if heartbeat.wants_probe_turn and not session.has_asked:
+            session.has_asked = True
+            self._turns.ask(session.session_id)
+        if not heartbeat.HasField("link"):
+            return
+        self._turns.end(session.session_id)
+        if self._on_link is not None:
             self._on_link(session.session_id, link_from_proto(heartbeat.link))
+
+    def _grant_turn(self, session_id: int) -> None:
+        session = self._sessions[session_id]
+        session.may_probe = True
+        session.changed.set()
+        if self._on_probe_turn is not None:
+            self._on_probe_turn(session_id)
 
     async def _send_acks(self, session: _Session, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         loop = asyncio.get_running_loop()
@@ -410,7 +432,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
             while not session.is_lost:
                 session.changed.clear()
                 idle_s = self._timer.stated_idle_s(session.heartbeats)
-                await context.write(self._newest_ack(idle_s))
+                await context.write(self._newest_ack(idle_s, may_probe=session.may_probe))
                 session.heartbeats.watch.on_sent(idle_s)
                 self.num_acks += 1
                 paid_until_s = max(paid_until_s, loop.time()) + ACK_INTERVAL_S
@@ -421,10 +443,10 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         except Exception as error:
             self._fail(session, error)
 
-    def _newest_ack(self, idle_s: float) -> pb.WatermarkAck:
+    def _newest_ack(self, idle_s: float, *, may_probe: bool) -> pb.WatermarkAck:
         if self._ack is None:
             self._ack = watermark_to_proto(self._watermark, ring_capacity_bytes=self._ring_capacity_bytes)
-        self._ack.idle_heartbeat_s = idle_s
+        self._ack.idle_heartbeat_s, self._ack.probe_turn = idle_s, may_probe
         return self._ack
 
     def _fail(self, session: _Session, error: Exception) -> None:
@@ -441,4 +463,5 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         self._timer.remove(session.heartbeats)
         self._sessions.pop(session.session_id, None)
         self._writers.pop(session.writer, None)
+        self._turns.end(session.session_id)
         self._on_session_lost(session.session_id, reason)

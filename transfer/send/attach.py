@@ -117,7 +117,7 @@ class DecodeSessions:
         self._keys = new_key_pair()  # keys of this life, for every session
         scratch = StagingBuffer(context.transport_config.probe_bytes, device=context.device, mem_pool=context.mem_pool)
         self._scratch = context.transport.register(scratch.tensor)
-        self._probe_turn = asyncio.Lock()  # links are measured one at a time, or each would see the others' traffic
+        self._probing = asyncio.Lock()  # links are measured one at a time, or each would see the others' traffic
 
     @property
     def num_acks(self) -> int:
@@ -226,7 +226,9 @@ class DecodeSessions:
                 ring_capacity_bytes=answer.ring_capacity_bytes,
             )
             undo.pop_all()  # from now on the end of the session closes all its parts
-        async with self._probe_turn:
+        async with self._probing:
+            if "probe_turns" in answer.decode.capabilities:
+                await watch.probe_turn()
             try:
                 probe = await probe_link(
                     self._sender.driver,
