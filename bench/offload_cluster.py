@@ -3,7 +3,7 @@
     python -m bench.offload_cluster [--json FILE] [--quick] [--requests 1000]
 
 "prefill" is the time to first token of prompts that nobody has seen; "restore" that of the same prompts on a cluster that was
-started anew, with the directory that the first one has filled. One prefill and one decode process, one request at a time.
+started again, with the directory that the first one has filled. One prefill and one decode process, one request at a time.
 
 The second part sends requests that share nine tenths of their prompts, 32 at a time, and counts the pages in the directory.
 """

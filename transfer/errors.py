@@ -12,7 +12,7 @@
     │ └ ChunkTooLarge                 a chunk can never fit the ring or a staging slot
     ├ TransportError
     │ ├ PeerUnreachable               no connection could be made
-    │ │ └ NodeDraining                the node takes no new work; another one will, or this one once it has started anew
+    │ │ └ NodeDraining                the node takes no new work; another one will, or this one once it has started again
     │ ├ WriteFailed                   a write or receive ended in an error
     │ ├ TransportTimeout              a deadline passed
     │ └ TransportClosed               the session was closed while, or before, it was used
@@ -128,7 +128,7 @@ class TransferAborted(TransferError):
     """The transfer was given up on purpose (client cancel, deadline, drain).
 
     Attributes:
-        is_by_operator: By an operator's Abort, and not by whoever asked for it.
+        is_by_operator: By an operator's Abort, and not by the client.
     """
 
     def __init__(self, *args: object, is_by_operator: bool = False) -> None:

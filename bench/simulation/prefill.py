@@ -22,7 +22,7 @@ class PrefillNode:
 
     Args:
         nodes: The decode nodes, by index.
-        outstanding: Of each prefill node, the prompt tokens that it has been given and not sent, by whomever.
+        outstanding: Of each prefill node, the prompt tokens that it has been given and not sent, by any decode node.
         on_failed: Called with each request that gets no room, and why.
     """
 
@@ -301,7 +301,7 @@ class PrefillNode:
         self._cpu.run(self._times.ack_s, lambda: self._on_ack(piece, node))
 
     def _on_ack(self, piece: Piece, node: DecodeNode) -> None:
-        """The watermark has come: the slot is free, and so are the bytes, for whoever waits for them."""
+        """The watermark has come: the slot is free, and so are the bytes, for requests that wait for them."""
         assert piece.grant is not None
         request = piece.request
         self.slots.add(-1)

@@ -56,7 +56,7 @@ NODES: Final = Group(
             lasts="0m",
             summary="{{ $labels.role }} node {{ $labels.instance }} ends and is started again and again.",
             description=(
-                "The process of the {{ $labels.role }} node {{ $labels.instance }} was started anew {{ $value }} times in an "
+                "The process of the {{ $labels.role }} node {{ $labels.instance }} was started again {{ $value }} times in an "
                 "hour. It serves nobody while it starts, and what it had is lost each time."
             ),
         ),

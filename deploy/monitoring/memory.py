@@ -173,7 +173,7 @@ _RING: Final = Row(
             title="Watermark: moved on",
             description=(
                 "Bytes of the ring that are released in a second: what it turns over. Zero while grants are open is a watermark "
-                "that stands still; it falls back to zero when a rank begins anew."
+                "that stands still; it falls back to zero when a rank begins again."
             ),
             unit=Unit.BYTES_PER_S,
             lines=(Line(expr=change("kvferry_ring_watermark_position_bytes", *_RANK), legend=_LEGEND),),

@@ -158,7 +158,7 @@ _STORE: Final = Row(
             title="Pages that the store was asked about, by outcome",
             description=(
                 "Of both tiers. Missing is a page that was never stored, or was evicted. Corrupt pages are removed and computed "
-                "anew: more than a few mean a broken disk or service. Foreign ones: something else writes there. Failed, "
+                "again: more than a few mean a broken disk or service. Foreign ones: something else writes there. Failed, "
                 "timeout, refused and circuit_open cost no request anything but what the store would have saved; look at the "
                 "store's own health."
             ),

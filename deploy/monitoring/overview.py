@@ -370,7 +370,7 @@ OVERVIEW: Final = Dashboard(
     name="overview",
     title="kvferry: overview",
     description=(
-        "Both tiers at a glance, for whoever is on call: does KV move at the speed of the links, which stage is the bottleneck, "
+        "Both tiers at a glance, for the person on call: does KV move at the speed of the links, which stage is the bottleneck, "
         "what do users get, and what is wrong. Then: node, link, memory or offload."
     ),
     rows=(_AT_A_GLANCE, _SPEED, _BOTTLENECK, _REQUESTS, _CLUSTER),

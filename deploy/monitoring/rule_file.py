@@ -78,7 +78,7 @@ def rules_yaml(groups: Sequence[Group], *, runbooks_url: str = RUNBOOKS_URL) -> 
 
     Args:
         groups: In the file's order.
-        runbooks_url: Of docs/runbooks.md, as whoever is woken can open it; each alert's heading is put behind it.
+        runbooks_url: Of docs/runbooks.md, as anyone who is woken can open it; each alert's heading is put behind it.
     """
     page = {"groups": [{"name": group.name, "rules": [alert.rule(runbooks_url) for alert in group.alerts]} for group in groups]}
     return _HEADER + yaml.safe_dump(page, sort_keys=False, width=120, allow_unicode=True)

@@ -74,7 +74,7 @@ class Nodes:
         return node
 
     def relaunch(self, node: ClusterNode) -> None:
-        """Start a node anew that was killed, as it was started before."""
+        """Start a node again that was killed, as it was started before."""
         node.reap(10)
         folder = self._folder / f"{self.nodes.index(node)}-{node.role}"
         ClusterNode.ready_path(folder, node.role).unlink(missing_ok=True)  # one that was killed leaves it

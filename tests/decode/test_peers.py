@@ -49,7 +49,7 @@ class PrefillNode:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the instances do not fit: layers: 2 != 3")
             case "busy":
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the prefill node is starting")
-            case "beats first":
+            case "heartbeat first":
                 yield pb.JoinEvent(beat=pb.Beat())
                 return
             case "garbage":
@@ -101,7 +101,7 @@ def joining(*addresses: str) -> AbstractAsyncContextManager[Tier]:
             f"{FIRST} sends up to {2 * PIECE_BYTES} bytes at once: raise it, or lower chunk.piece_bytes",
         ),
         ("refuses", "the instances do not fit: layers: 2 != 3"),
-        ("beats first", "the first event of a join was beat"),
+        ("heartbeat first", "the first event of a join was beat"),
         ("garbage", ""),
     ],
 )

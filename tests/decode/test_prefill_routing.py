@@ -36,7 +36,7 @@ def placed(*nodes: Candidate, held: dict[int, int] | None = None, prefix_tokens:
 
 def test_of_equal_work_the_faster_links() -> None:
     assert placed(node(1, 7, 1e9), node(2, 7, 3e9), node(3, 7, 2e9)) == 2
-    assert placed(node(1, 7, 1e9, 3), node(2, 0, 3e9, 10), node(3, 8, 9e9, 3)) == 2, "whoever it is for"
+    assert placed(node(1, 7, 1e9, 3), node(2, 0, 3e9, 10), node(3, 8, 9e9, 3)) == 2, "for every request"
 
 
 def test_what_others_have_given_a_node_counts_as_its_own_does() -> None:

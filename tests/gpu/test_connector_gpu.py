@@ -15,7 +15,7 @@ from transfer.layout import Shard, TokenOrder
 from transfer.pool.kv_pool import KVPool, LayerBuffers, PoolView
 
 PROMPT = prompt_of(300)
-BUSY_CYCLES = 200_000_000  # a tenth of a second: whoever does not wait for the event reads what was there before
+BUSY_CYCLES = 200_000_000  # a tenth of a second: anyone who does not wait for the event reads what was there before
 
 
 def vllm_pool(shard: Shard, device: str) -> KVPool:

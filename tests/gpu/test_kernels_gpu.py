@@ -172,7 +172,7 @@ def test_runs_behind_the_current_stream_and_waits_for_nothing(kernels: Kernels) 
 
 
 def test_a_stream_that_is_slow_with_a_table_holds_no_other_up() -> None:
-    """Each stream fills its own copy; what a forgotten request had is filled anew without the host waiting."""
+    """Each stream fills its own copy; what a forgotten request had is filled again without the host waiting."""
     device = torch.device("cuda", torch.cuda.current_device())
     tables, streams = RequestTables(device, 2000), (torch.cuda.Stream(), torch.cuda.Stream())
     pages = torch.randperm(2000, generator=torch.Generator().manual_seed(5)).tolist()

@@ -33,7 +33,7 @@ async def switch(node: ClusterNode, role: str) -> str:
 
 
 async def free_bytes() -> int:
-    """Of the GPU, whoever has the rest; settled, for a process that ends gives its memory back a moment later."""
+    """Of the GPU, whatever has the rest; settled, for a process that ends gives its memory back a moment later."""
     last = -1
     while last != (now := torch.cuda.mem_get_info(0)[0]):
         last = now
@@ -90,7 +90,7 @@ async def test_a_node_goes_to_the_other_tier_and_back(model: Directory, tmp_path
             await until(lambda: is_joined(changing, at["prefill"]), "the changing node has joined again")
             await ask(changing, 3, 1000 * number + 500)
             await until_idle(prefill, decode, changing)
-            assert (changing.pid, *changing.rank_pids) == processes, "no process was started anew"
+            assert (changing.pid, *changing.rank_pids) == processes, "no process was started again"
             free.append(await free_bytes())
     # What allocators keep for next time has come with the first round, in which each node had its first requests of every kind.
     assert max(free[1:]) - min(free[1:]) < KEPT_BYTES, free

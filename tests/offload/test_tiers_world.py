@@ -147,7 +147,7 @@ async def test_what_nobody_can_leave_out_is_not_fetched() -> None:
     await asyncio.wait_for(first.drain(), 120)
     assert stored
     second = World(random.Random(1), windows=(), stored=stored)
-    async with asyncio.timeout(60):  # no rank answers, so whoever has it fetched waits
+    async with asyncio.timeout(60):  # no rank answers, so a request that has it fetched waits
         known = await second.leader.look_up(list(range(20)), "", prefill=PREFILL, may_skip=False)
     assert known.chain is not None and not known.fetched and not second.sent
 

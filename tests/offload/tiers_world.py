@@ -1,6 +1,6 @@
 """A decode leader's tiers with two real ranks: real leader, workers, allocators, pools and copies; threads and links by hand.
 
-KV is a function of the tokens up to its position, so that whoever reads a page that is another's, or old, or not there yet, reads
+KV is a function of the tokens up to its position, so a step that reads a page that is another's, or old, or not there yet, reads
 something else than it must. Every step checks every token that it reads, wherever that lies.
 """
 
@@ -557,7 +557,7 @@ class World:
             job.is_running, job.is_over = False, True
 
     def _send_step(self) -> None:
-        """When the decode leader does it, and never else: whoever missed a step has the next one by a wake-up alone."""
+        """When the decode leader does it, and never else: anyone who missed a step has the next one by a wake-up alone."""
         while len(self.steps) < self.max_steps and (parts := self._next_parts()):
             self.num_steps += 1
             self.num_ahead += len(self.steps)

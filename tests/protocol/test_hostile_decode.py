@@ -57,7 +57,7 @@ def test_a_grant_whose_key_was_declined_is_not_taken(attempt: int) -> None:
 def test_a_write_that_is_never_taken_over_ends_its_session() -> None:
     sender = SenderHand(write_timeout_s=5.0)
     sender.to_written()
-    for now_s in (1.0, 2.0, 3.0, 4.0, 5.0):  # repeating the message does not start the time anew
+    for now_s in (1.0, 2.0, 3.0, 4.0, 5.0):  # repeating the message does not start the time again
         assert not of_type(sender.tell(tx.Tick(), now_s=now_s), tx.CloseSession)
     (close,) = of_type(sender.tell(tx.Tick(), now_s=5.5), tx.CloseSession)
     assert "was not taken over for more than 5 s" in close.reason
@@ -66,7 +66,7 @@ def test_a_write_that_is_never_taken_over_ends_its_session() -> None:
 
 
 def test_a_ring_full_of_direct_pieces_that_are_never_taken_over_ends_its_session_once() -> None:
-    """And whoever still stores into it is waited for: its pages are not given to others before."""
+    """And anyone who still stores into it is waited for: its pages are not given to others before."""
     sender = SenderHand(write_timeout_s=5.0, direct=frozenset({1}), num_slots=1, grants_ahead=8)
     sender.start(num_tokens=16)
     sender.grant({chunk: cells(2 * chunk, 2 * chunk + 2) for chunk in range(4)})

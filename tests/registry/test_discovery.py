@@ -260,7 +260,7 @@ async def test_a_file_is_looked_at_again_when_it_changes(tmp_path: Path) -> None
 
 
 def replace(path: Path, content: str) -> None:
-    """As a ConfigMap is: whoever reads sees the old file or the new one."""
+    """As a ConfigMap is: anyone who reads sees the old file or the new one."""
     new = path.with_suffix(".new")
     new.write_text(content)
     os.replace(new, path)

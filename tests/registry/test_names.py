@@ -111,7 +111,7 @@ async def test_a_name_that_moves_is_followed(names: NameServer) -> None:
 
 
 async def test_a_node_that_comes_back_at_its_address_keeps_its_channel(names: NameServer) -> None:
-    """So that whoever tries again and again leaves no channels behind."""
+    """So that anyone who tries again and again leaves no channels behind."""
     names.says = ["127.0.0.1"]
     async with node() as first:
         port = first.port
@@ -151,7 +151,7 @@ async def test_connect_anew_gives_another_channel(names: NameServer) -> None:
 
 @contextlib.contextmanager
 def black_hole(host: str, port: int) -> Iterator[None]:
-    """An address that drops whoever connects, as a firewall does, or a route that leads nowhere."""
+    """An address that drops anyone who connects, as a firewall does, or a route that leads nowhere."""
     with contextlib.ExitStack() as stack:
         full = stack.enter_context(socket.socket())
         full.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -274,7 +274,7 @@ async def test_an_invalid_address_is_an_error_of_the_peer(address: str) -> None:
 async def test_a_connection_that_is_reset_at_once_is_a_peer_that_is_unreachable(
     names: NameServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A proxy takes connections for a node that is away; whoever asks tries again, and does not fall over."""
+    """A proxy takes connections for a node that is away; anyone who asks tries again, and does not fall over."""
     names.says = ["127.0.0.1"]
 
     async def reset(address: str, *, last: object = ()) -> socket.socket:

@@ -291,7 +291,7 @@ async def complaints() -> list[dict[str, Any]]:
 
 
 async def test_errors_caused_by_others_are_no_bug(rank: DecodeRank, writer: Writer, complaints: list[dict[str, Any]]) -> None:
-    """Neither a writer that does not fit, nor whoever has taken the last open file, ends the rank."""
+    """Neither a writer that does not fit, nor anyone who has taken the last open file, ends the rank."""
     errors = [OSError(errno.EMFILE, "Too many open files"), ConfigError("blob"), PeerUnreachable("x"), LayoutError("y")]
 
     async def fail() -> None:

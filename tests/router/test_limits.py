@@ -101,7 +101,7 @@ async def test_requests_at_once_are_bounded() -> None:
         await until(lambda: setup.prefill[0].running == 2, "two run")
         answer = await setup.client.complete()
         assert answer.status == 503 and answer.headers["Retry-After"] == "1" and "--max-requests" in answer.error
-        assert (await setup.client.get("/metrics")).status == 200, "whoever looks after it still can"
+        assert (await setup.client.get("/metrics")).status == 200, "anyone who looks after it still can"
         setup.prefill[0].gate.set()
         assert [one.status for one in await asyncio.gather(*running)] == [200, 200]
         assert (await setup.client.complete()).status == 200

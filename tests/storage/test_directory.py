@@ -160,7 +160,7 @@ def test_the_end_of_a_chain_makes_room_before_its_beginning(tmp_path: Path, last
 def test_pages_count_as_used_when_their_caller_says(store: DirectoryStore) -> None:
     pages = [(key_of(number), memoryview(bytearray(page_of(number, PAGE_BYTES)))) for number in range(2)]
     for use, used_ns in ((store.put, 7_000_000), (store.put, 8_000_000), (store.get, 9_000_000)):
-        for asked_ns in (used_ns, used_ns - 2_000_000):  # the last use counts, whoever tells of it last
+        for asked_ns in (used_ns, used_ns - 2_000_000):  # the last use counts, not the last report
             assert use(pages, used_ns=asked_ns) == [OK, OK]
             assert [file_of(store.name, key).stat().st_mtime_ns for key, _ in pages] == [used_ns, used_ns - USED_STEP_NS]
 

@@ -107,7 +107,7 @@ def test_several_failures_of_one_event_open_it_once(breaker: Breaker) -> None:
     assert breaker.num_openings == 1, "they began before"
     for permit in [breaker.begin() for _ in range(10)]:
         breaker.end(permit, FAILURE)
-    assert (breaker.num_openings, breaker.pause_left_s) == (2, 1.0), "the pause begins anew, and no longer"
+    assert (breaker.num_openings, breaker.pause_left_s) == (2, 1.0), "the pause begins again, and no longer"
 
 
 @pytest.mark.parametrize(

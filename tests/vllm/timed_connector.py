@@ -1,7 +1,7 @@
 """The vLLM connector with a clock around each of its calls; `test_overhead.py` has vLLM load it in its place.
 
 The clock stands still while Python collects garbage, and what that takes in the whole process is told apart: a full collection
-goes over all of an engine core's heap, for a third of a second here, in whoever's call the next allocation happens to be.
+goes over all of an engine core's heap, for a third of a second here, in the call in which the next allocation happens to be.
 
 Each process writes what it has counted to a file of its own in `CONNECTOR_PROFILE_DIR`, once a second and at its end.
 """

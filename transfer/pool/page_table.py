@@ -52,7 +52,7 @@ class PageTable:
         columns = -(-max_seq_len // PAGE_TABLE_COLUMNS) * PAGE_TABLE_COLUMNS
         self.slots: Tensor = torch.full((num_rows, columns), NO_SLOT, dtype=torch.int32, device=device)
         """The table itself: ``slots[row, t]`` is the slot of token t. Behind a request's pages a row shows what it did before."""
-        self._shown: list[tuple[int, ...]] = [()] * self.dummy_row  # pages that each row shows, whoever has it
+        self._shown: list[tuple[int, ...]] = [()] * self.dummy_row  # pages that each row shows, for any request
         self._rows: OrderedDict[str, int] = OrderedDict()  # by last use, the longest ago first
         self._unused = list(range(self.dummy_row - 1, -1, -1))
 

@@ -236,5 +236,5 @@ async def test_etcd_dies_and_a_node_is_killed(tmp_path: Path, model: Path, refer
             await until(lambda: tiers.are_joined(one), "whose lease is over is left")
             reference.check(prompt(70), await caller.ask(prompt(70)))
             tiers.nodes.relaunch(second)
-            await until(lambda: tiers.are_joined(one, two), "a node that was started anew is joined", within_s=60)
+            await until(lambda: tiers.are_joined(one, two), "a node that was started again is joined", within_s=60)
         await until_idle(decode, first)

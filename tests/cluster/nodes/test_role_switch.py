@@ -136,7 +136,7 @@ async def test_a_node_goes_to_the_other_tier_and_back(tiers: Tiers, reference: R
     assert (answer.role, answer.role_before) == ("prefill", "decode")
     assert answer.incarnation == changing.incarnation not in lives
     lives.append(changing.incarnation)
-    assert processes(changing) == before, "no process was started anew"
+    assert processes(changing) == before, "no process was started again"
     assert await roles_in_metrics(changing) == {"prefill"}
     assert await health(changing) == {
         "": "SERVING",

@@ -149,7 +149,7 @@ async def test_a_bad_page_of_one_rank_is_a_miss_on_all(
 
 @contextmanager
 def hanging(path: Path) -> Iterator[None]:
-    """Whoever reads the page waits for as long as the block lasts, and then finds nothing in it."""
+    """Anyone who reads the page waits for as long as the block lasts, and then finds nothing in it."""
     path.unlink()
     os.mkfifo(path)
     try:

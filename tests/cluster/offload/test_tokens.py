@@ -115,7 +115,7 @@ async def gets_pages_back(running: Running) -> bool:
 
 
 async def test_the_store_has_what_was_computed(running: Running) -> None:
-    """Of every kind; states are in no store, and whoever finds the rest of a prompt has them from prefill."""
+    """Of every kind; states are in no store, and a request that finds the rest of a prompt gets them from prefill."""
     decode, token_ids, before = running.cluster.decode, prompt(LENGTH, 9), set(stored_files(running.directory))
     async with Caller(decode.address) as caller:
         running.reference.check(token_ids, await caller.ask(token_ids, 4))
