@@ -31,9 +31,8 @@ from docs import chart
 from docs.cli_page import cli_page
 from docs.metrics_page import metrics_page
 from embedded_engine.architectures import ARCHITECTURES
-from kvferry.cli import exit_codes as command_codes
 from kvferry.router.metrics import ROUTER_METRICS
-from node_runtime import exit_codes as node_codes
+from node_runtime import exit_codes as codes_module
 from planner.memory_advice import Phase, advice_for, settings_of
 from transfer.config.__main__ import configuration_page
 from transfer.errors import TransferError
@@ -88,24 +87,19 @@ def constants_of(module: object) -> dict[str, int]:
     return {name: value for name, value in vars(module).items() if name.isupper() and not name.startswith("_")}
 
 
-def node_exit_codes(rows: list[Row]) -> list[Row]:
-    codes = constants_of(node_codes)
-    return [[str(codes[row[1].strip("`")]), *row[1:]] for row in kept(rows, codes, column=1)]
-
-
-def command_exit_codes(rows: list[Row]) -> list[Row]:
+def exit_codes(rows: list[Row]) -> list[Row]:
     """Write the exit code of each name and the gRPC statuses that map to it; keep the meaning."""
-    codes = constants_of(command_codes)
+    codes = constants_of(codes_module)
     metadata = grpc.aio.Metadata()
     statuses: dict[int, list[str]] = {}
     for status in grpc.StatusCode:
         if status is not grpc.StatusCode.OK:
             error = error_of(grpc.aio.AioRpcError(status, metadata, metadata), peer="h:1")
             assert isinstance(error, TransferError)
-            statuses.setdefault(command_codes.exit_code_of(error), []).append(f"`{status.name}`")
+            statuses.setdefault(codes_module.exit_code_of(error, is_call=True), []).append(f"`{status.name}`")
     return [
-        [f"`{name}`", str(code), row[2], ", ".join(sorted(statuses.get(code, ())))]
-        for (name, code), row in zip(codes.items(), kept(rows, codes), strict=True)
+        [str(code), f"`{name}`", *row[2:4], ", ".join(sorted(statuses.get(code, ())))]
+        for (name, code), row in zip(codes.items(), kept(rows, codes, column=1), strict=True)
     ]
 
 
@@ -212,8 +206,7 @@ REGIONS: Final[Mapping[str, Mapping[str, Callable[[str], str]]]] = {
     "docs/engines.md": {"router-metrics": table(router_metrics)},
     "docs/integration.md": {"toy-engine": toy_engine},
     "docs/operations.md": {
-        "node-exit-codes": table(node_exit_codes),
-        "command-exit-codes": table(command_exit_codes),
+        "exit-codes": table(exit_codes),
         "memory-advice": table(memory_advice),
         "spans": table(spans),
     },

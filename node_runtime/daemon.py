@@ -225,7 +225,7 @@ class Daemon:
             except RankStartError as error:
                 log.error("start_failed", error=str(error))
                 # Ranks that have served before can fail to start for a temporary reason, such as memory that is not free yet.
-                is_for_good = error.exit_code in (exit_codes.BAD_CONFIG, exit_codes.NO_MEMORY) and not error.may_pass
+                is_for_good = error.exit_code in (exit_codes.BAD_INPUT, exit_codes.DOES_NOT_FIT) and not error.may_pass
                 if self.num_restarts == 0 or is_for_good:
                     return error.exit_code
                 reason, exit_code = str(error), error.exit_code
@@ -367,7 +367,7 @@ class Daemon:
         await self._role.end_life(PeerUnreachable("the node has shut down"))
         await self._supervisor.stop(is_graceful=True)
         log.info("stopped", cut_off=remaining)
-        return exit_codes.NOT_DRAINED if remaining else exit_codes.OK
+        return exit_codes.ABORTED if remaining else exit_codes.OK
 
     async def _wait(self, *events: asyncio.Event) -> None:
         tasks = [asyncio.ensure_future(event.wait()) for event in events]

@@ -1,26 +1,61 @@
-"""Exit codes of the daemons; documented in docs/operations.md."""
+"""Exit codes of `kvferry`, `prefill-node`, `decode-node` and their processes; documented in docs/operations.md.
+
+A code has one meaning in all of them: `kvferry demo` ends with the code of a node that could not start.
+"""
 
 from __future__ import annotations
 
-from transfer.errors import ConfigError, EngineError, LayoutError, MemoryPlanError
+from typing import Final
 
-OK = 0  # stopped on request, everything drained
-FAILED = 1  # a bug, or something that no other code names
-BAD_CONFIG = 2  # a setting, the model directory, or an address
-NO_MEMORY = 3  # the plan does not fit, or memory ran out
-ENGINE_FAILED = 4  # the engine could not start, or its ranks died too often
-NOT_DRAINED = 5  # stopped on request, with requests in flight
-LEADER_GONE = 6  # a rank process: its leader has ended
+from transfer.errors import (
+    ConfigError,
+    EngineError,
+    IntegrityError,
+    LayoutError,
+    MemoryPlanError,
+    OutOfMemory,
+    PeerUnreachable,
+    ResourceExhausted,
+    TransferAborted,
+    TransferError,
+    TransportError,
+    TransportTimeout,
+)
+
+OK: Final = 0
+FAILED: Final = 1  # tokens differ, a resource leaked, a check failed, a bug, or no other code fits
+BAD_INPUT: Final = 2  # INVALID_ARGUMENT, or an invalid setting or argument
+NO_ROOM: Final = 3  # RESOURCE_EXHAUSTED
+UNAVAILABLE: Final = 4  # UNAVAILABLE: no process listens, no prefill node is joined, a rank died
+ABORTED: Final = 5  # ABORTED or CANCELLED by another caller; a server that was stopped cut requests off
+TOO_LATE: Final = 6  # DEADLINE_EXCEEDED
+DATA_LOSS: Final = 7  # DATA_LOSS: bytes arrived broken twice
+DOES_NOT_FIT: Final = 8  # FAILED_PRECONDITION, or what does not fit the memory of a device
+ENGINE_FAILED: Final = 9  # INTERNAL, or an engine that could not start
+LEADER_GONE: Final = 10  # a rank process: its leader has ended
+INTERRUPTED: Final = 130  # Ctrl-C
+TERMINATED: Final = 143  # SIGTERM, SIGHUP
+
+_BY_ERROR: Final[tuple[tuple[type[TransferError], int], ...]] = (
+    (ConfigError, BAD_INPUT),
+    (LayoutError, DOES_NOT_FIT),
+    (MemoryPlanError, DOES_NOT_FIT),
+    (ResourceExhausted, NO_ROOM),
+    (TransportTimeout, TOO_LATE),
+    (PeerUnreachable, UNAVAILABLE),
+    (TransportError, UNAVAILABLE),
+    (TransferAborted, ABORTED),
+    (IntegrityError, DATA_LOSS),
+    (EngineError, ENGINE_FAILED),
+)
 
 
-def exit_code_of(error: BaseException) -> int:
-    """Return the exit code for an error that ends a process."""
-    match error:
-        case MemoryPlanError():
-            return NO_MEMORY
-        case ConfigError() | LayoutError():
-            return BAD_CONFIG
-        case EngineError():
-            return ENGINE_FAILED
-        case _:
-            return FAILED
+def exit_code_of(error: BaseException, *, is_call: bool = False) -> int:
+    """Return the exit code of a process that ends with `error`.
+
+    Args:
+        is_call: A node answered a call with the error. If memory ran out there, a later call may succeed.
+    """
+    if is_call and isinstance(error, OutOfMemory):
+        return NO_ROOM
+    return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), FAILED)

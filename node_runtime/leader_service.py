@@ -13,7 +13,7 @@ import grpc
 import structlog
 
 from node_runtime.daemon import Daemon
-from node_runtime.exit_codes import NO_MEMORY
+from node_runtime.exit_codes import DOES_NOT_FIT
 from node_runtime.node_role import ROLE_NAMES, preloaded_modules
 from node_runtime.node_service import ANSWER_S, NodeService
 from node_runtime.rank_link import RankCodec
@@ -300,7 +300,7 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
         except PeerUnreachable as error:
             refused, code = str(error), grpc.StatusCode.UNAVAILABLE
         except TransferError as error:
-            is_memory = isinstance(error, RankStartError) and error.exit_code == NO_MEMORY
+            is_memory = isinstance(error, RankStartError) and error.exit_code == DOES_NOT_FIT
             code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_memory else grpc.StatusCode.INTERNAL
             refused = f"the node could not change its role, and keeps the one that it had: {error}"
         finally:

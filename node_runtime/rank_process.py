@@ -175,6 +175,6 @@ def _log_crash(spec: RankSpec, error: BaseException) -> int:
         advice = advice_for(Phase.COPY, spec.config)
         line = out_of_memory(error, f"copying KV on rank {spec.rank}", device=spec.device, advice=advice)
         log.critical("rank_out_of_memory", error=str(line))
-        return exit_codes.NO_MEMORY
+        return exit_codes.DOES_NOT_FIT
     log.critical("rank_crashed", error=str(error), exc_info=error)
     return exit_codes.FAILED

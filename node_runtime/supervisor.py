@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from node_runtime.exit_codes import ENGINE_FAILED, NO_MEMORY
+from node_runtime.exit_codes import DOES_NOT_FIT, ENGINE_FAILED
 from node_runtime.fork_server import end_fork_server
 from node_runtime.rank_group import RankGroup
 from node_runtime.rank_link import LeaderLink, RankCodec, new_addresses
@@ -304,10 +304,10 @@ class RankSupervisor:
     def _on_exit(self, rank: int, code: int) -> None:
         self.is_whole = False
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        is_memory = code == NO_MEMORY
+        is_memory = code == DOES_NOT_FIT
         if is_memory:
             how += " (memory ran out; the log of the rank names the work and the settings)"
-        exit_code = NO_MEMORY if is_memory else ENGINE_FAILED
+        exit_code = DOES_NOT_FIT if is_memory else ENGINE_FAILED
         self._fail_start(RankStartError(f"rank {rank} ended while it started: {how}", exit_code, may_pass=is_memory))
         self.lose(f"rank {rank} died: {how}")
 

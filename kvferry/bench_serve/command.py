@@ -20,9 +20,9 @@ from kvferry.bench_serve.picture import check_picture, write_picture
 from kvferry.bench_serve.report import LoadReport, machine, print_report
 from kvferry.bench_serve.summary import RateSummary, summarise
 from kvferry.bench_serve.workload import Planned, Prompts, longest_prompt
-from kvferry.cli import exit_codes
 from kvferry.cli.json_report import check_writable, is_standard_output, write_report
 from kvferry.cli.node_client import NodeClient
+from node_runtime import exit_codes
 from transfer.errors import ConfigError, PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import transport_names

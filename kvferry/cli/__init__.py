@@ -1,1 +1,1 @@
-"""The command line: options, settings of clients, exit codes, and the commands that call a node."""
+"""The command line: options, settings of clients, and the commands that call a node."""

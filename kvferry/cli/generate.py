@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from kvferry.cli import exit_codes
 from kvferry.cli.options import check_range, check_timeout
+from node_runtime import exit_codes
 from transfer.errors import ConfigError, TransferError
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ async def run_generate(
         # The node's log has the id of an accepted request.
         which = f" (request {answer['request_id']})" if "request_id" in answer else ""
         print(f"kvferry generate: {error}{which}", file=sys.stderr)
-        return exit_codes.exit_code_of(error)
+        return exit_codes.exit_code_of(error, is_call=True)
     print(json.dumps(answer | {"text": text, "token_ids": token_ids}) if is_json else "")
     return exit_codes.OK
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.cli import exit_codes
 from kvferry.cli.options import JsonFlag, Target, TlsOptions, check_timeout, with_options
 from kvferry.cli.text_command import TextTyper
+from node_runtime import exit_codes
 from node_runtime.command_line import example
 from transfer.errors import PeerUnreachable
 

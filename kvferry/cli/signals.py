@@ -7,7 +7,7 @@ import signal
 from collections.abc import Coroutine
 from typing import Any
 
-from kvferry.cli import exit_codes
+from node_runtime import exit_codes
 
 
 def run_until_signalled(command: Coroutine[Any, Any, int]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from kvferry.cli import exit_codes
+from node_runtime import exit_codes
 from node_runtime.command_line import HelpfulCommand, HelpfulTyper
 from transfer.errors import TransferError
 from transfer.utf8 import is_utf8
@@ -45,7 +45,7 @@ class TextCommand(HelpfulCommand):
             command = ctx.command_path.removeprefix(ctx.find_root().command_path)
             for line in str(error).splitlines():
                 print(f"kvferry{command}: {line}", file=sys.stderr)
-            code = exit_codes.exit_code_of(error)
+            code = exit_codes.exit_code_of(error, is_call=True)
         raise typer.Exit(code or exit_codes.OK)
 
 

@@ -18,7 +18,6 @@ from kvferry.bench_serve.command import put_load
 from kvferry.bench_serve.options import LoadOptions
 from kvferry.bench_serve.report import LoadReport, print_report
 from kvferry.bench_serve.summary import Spread
-from kvferry.cli import exit_codes
 from kvferry.cli.json_report import is_standard_output, write_report
 from kvferry.cli.text_bars import text_table
 from kvferry.demo.command import wait_idle
@@ -26,6 +25,7 @@ from kvferry.demo.kinds import cached_demo_model
 from kvferry.demo.options import DemoClusterOptions
 from kvferry.local_cluster.cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
 from kvferry.local_cluster.prometheus import HOW_TO_GET_IT, Prometheus, find_prometheus, prometheus
+from node_runtime import exit_codes
 from node_runtime.view_cells import Row, bandwidth, latency, table_of
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb

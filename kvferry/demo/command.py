@@ -18,7 +18,6 @@ from rich.console import Console
 
 import transfer
 from kvferry.bench_serve.report import cpu_name
-from kvferry.cli import exit_codes
 from kvferry.cli.json_report import is_standard_output, write_report
 from kvferry.cli.node_client import NodeClient
 from kvferry.demo.kinds import ModelKind, cached_demo_model
@@ -40,7 +39,7 @@ from kvferry.demo.report import DemoReport, DemoRequest, find_leaks, make_report
 from kvferry.demo.sparse import prefill_density, sparse_report, sparse_settings
 from kvferry.demo.view import DemoView, print_report
 from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, NodeFailed, TierSpec
-from node_runtime import exit_codes as node_exit_codes
+from node_runtime import exit_codes
 from transfer.errors import ConfigError, TransferError
 from transfer.pb import kvferry_pb2 as pb
 
@@ -51,7 +50,7 @@ TIGHT_CHUNK_TOKENS: Final = 32
 DEMO_HEARTBEAT_S: Final = 1.0  # on a busy laptop, the default would give up after 1.5 s, three missed heartbeats
 _STATUS_S: Final = 0.25
 _POLL_S: Final = 0.05
-_CLEAR_REFUSALS: Final = (node_exit_codes.BAD_CONFIG, node_exit_codes.NO_MEMORY)
+_CLEAR_REFUSALS: Final = (exit_codes.BAD_INPUT, exit_codes.DOES_NOT_FIT)
 _PACKAGES: Final = ("torch", "transformers", "triton", "grpcio", "pyzmq", "ucxx-cu13", "ucxx-cu12")
 
 

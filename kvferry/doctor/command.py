@@ -15,7 +15,6 @@ from typing import Final
 
 from rich.console import Console
 
-from kvferry.cli import exit_codes
 from kvferry.doctor.devices import check_gpu, check_gpu_direct, check_peers, check_rdma, look_at_peers, rdma_devices, read_ports
 from kvferry.doctor.finding import Finding, State, fail, ok, read_line, warn
 from kvferry.doctor.host import (
@@ -39,6 +38,7 @@ from kvferry.doctor.host import (
 )
 from kvferry.doctor.loopback import LoopbackResult, measure_loopback
 from kvferry.doctor.node import check_configured_ports, check_node, look_at_node
+from node_runtime import exit_codes
 from transfer.config import ServerConfig
 from transfer.errors import TransferError
 from transfer.registry.security import Security

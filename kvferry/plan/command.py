@@ -11,10 +11,10 @@ from typing import Any, Final
 from rich.console import Console
 
 from embedded_engine.architectures import ARCHITECTURES, check_can_speculate, check_cut
-from kvferry.cli import exit_codes
 from kvferry.plan.device import Device
 from kvferry.plan.options import PlanOptions, device_for, make_plan_for
 from kvferry.plan.view import print_comparison, print_plan
+from node_runtime import exit_codes
 from planner.model_directory import ModelDirectory, read_config, read_model_directory
 from planner.plan import MemoryPlan, PlanInputs
 from transfer.errors import ConfigError, MemoryPlanError, TransferError

@@ -16,12 +16,12 @@ from typing import Any, Final, Literal, cast
 import structlog
 from aiohttp import web
 
-from kvferry.cli import exit_codes
 from kvferry.cli.client_settings import client_security
 from kvferry.router.app import RouterApp
 from kvferry.router.backend import Backend
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.settings import RouterSettings, is_node, node_address
+from node_runtime import exit_codes
 from node_runtime.process_setup import raise_open_files
 from transfer.config import LogConfig
 from transfer.errors import ConfigError

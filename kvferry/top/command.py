@@ -11,10 +11,10 @@ from typing import Final
 
 from rich.console import Console
 
-from kvferry.cli import exit_codes
 from kvferry.top.alerts import Alerts
 from kvferry.top.cluster_watch import ClusterWatch
 from kvferry.top.view import picture, view_to_json
+from node_runtime import exit_codes
 from transfer.registry.security import Security
 
 BETWEEN_S: Final = 0.5

@@ -35,8 +35,8 @@ from kvferry.bench_serve.workload import (
     plan_requests,
     read_trace,
 )
-from kvferry.cli import exit_codes
 from kvferry.cli.node_client import NodeClient
+from node_runtime import exit_codes
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from transfer.errors import ConfigError, ResourceExhausted
 from transfer.pb import kvferry_pb2 as pb

@@ -16,12 +16,12 @@ from typer.testing import CliRunner, Result
 import transfer
 from decode_node.command import app as decode_app
 from kvferry.__main__ import app
-from kvferry.cli import exit_codes
 from kvferry.cli.generate import GenerateOptions, parse_token_ids
 from kvferry.cli.json_report import write_report
 from kvferry.cli.text_command import TextCommand
 from kvferry.demo.options import DemoOptions
 from kvferry.demo.prompts import load_prompts
+from node_runtime import exit_codes
 from prefill_node.command import app as prefill_app
 from transfer.errors import ConfigError, TransferError
 from transfer.registry.convert import sampling_from_proto

@@ -15,7 +15,6 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.__main__ import app
-from kvferry.cli import exit_codes
 from kvferry.doctor import command as doctor
 from kvferry.doctor import host
 from kvferry.doctor.devices import (
@@ -33,6 +32,7 @@ from kvferry.doctor.finding import Finding, State
 from kvferry.doctor.host import ClockState
 from kvferry.doctor.loopback import LoopbackResult
 from kvferry.doctor.node import NodeLook, check_configured_ports, check_node, look_at_node, server_of
+from node_runtime import exit_codes
 from node_runtime.health import HealthServer, Readiness
 from transfer.config import ServerConfig
 from transfer.errors import ConfigError, EngineError

@@ -14,11 +14,11 @@ import grpc
 import pytest
 
 from kvferry.__main__ import app
-from kvferry.cli import exit_codes
 from kvferry.cli.generate import GenerateOptions, run_generate
 from kvferry.cli.node_client import NodeClient
 from kvferry.cli.signals import run_until_signalled
 from kvferry.cli.status_view import run_status
+from node_runtime import exit_codes
 from tests.authority import Authority
 from tests.runtime.hand_clock import HandClock
 from transfer.errors import PeerUnreachable, RemoteProtocolError, TransportTimeout

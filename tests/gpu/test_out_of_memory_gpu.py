@@ -16,6 +16,7 @@ import torch
 
 from embedded_engine.engine import EmbeddedEngine
 from kvferry.local_cluster.spec import child_environment
+from node_runtime import exit_codes
 from tests.embedded_engine.steps import Directory
 from tests.gpu.small_engines import make_engine, prompts_of
 from transfer.engine_types import DecodeItem, PrefillItem
@@ -25,7 +26,6 @@ from transfer.layout import Shard
 pytestmark = pytest.mark.timeout(180)
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_MEMORY = 3
 BLOCKS = (1 << 30, 32 << 20, 2 << 20, 1 << 20, 64 << 10, 4 << 10, 512)
 """Sizes of the allocations that fill the device. The smallest is the minimum of torch's allocator."""
 
@@ -163,7 +163,7 @@ def test_a_node_ends_with_the_code_that_no_supervisor_restarts(model: Directory,
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]
     ended = subprocess.run(command, cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == NO_MEMORY, ended.stdout + ended.stderr
+    assert ended.returncode == exit_codes.DOES_NOT_FIT, ended.stdout + ended.stderr
     said = ended.stdout + ended.stderr
     lines = [line for line in said.splitlines() if "out of memory while allocating the KV pool of" in line]
     assert len(lines) == 1, said

@@ -13,8 +13,8 @@ import structlog
 from typer.testing import CliRunner, Result
 
 from kvferry.__main__ import app
-from kvferry.cli import exit_codes
 from kvferry.router.settings import FlowKind, RouterSettings, router_settings
+from node_runtime import exit_codes
 from transfer.errors import ConfigError
 
 P, D, N = "http://p:8000", "http://d:8000", "grpc://n:7003"

@@ -90,7 +90,7 @@ def check(app: Typer, model: Path, *arguments: str) -> Result:
 
 def run(app: Typer, *arguments: str) -> None:
     ended = CliRunner().invoke(app, ["serve", *arguments])
-    assert ended.exit_code == exit_codes.BAD_CONFIG and "model is " in ended.output, "there is no model, so no node"
+    assert ended.exit_code == exit_codes.BAD_INPUT and "model is " in ended.output, "there is no model, so no node"
 
 
 def value_of(config: NodeConfig, path: str) -> Any:
@@ -120,7 +120,7 @@ def test_the_config_file_may_be_a_text(capsys: pytest.CaptureFixture[str]) -> No
     context = SimpleNamespace(params={"config": "/none.yaml", "set_": (), "check_config": True})
     with pytest.raises(SystemExit) as ended:
         command.run_daemon(cast(Any, context), PrefillNodeConfig)
-    assert ended.value.code == exit_codes.BAD_CONFIG
+    assert ended.value.code == exit_codes.BAD_INPUT
     assert "prefill-node: config file /none.yaml cannot be read" in capsys.readouterr().err
 
 
@@ -139,7 +139,7 @@ APPS = pytest.mark.parametrize("app", [prefill_app, decode_app], ids=["prefill",
 )
 def test_what_no_rank_could_start_with_is_refused(app: Typer, model: Path, arguments: tuple[str, ...], refusal: str) -> None:
     ended = check(app, model, *arguments)
-    code = exit_codes.NO_MEMORY if "device_memory" in arguments[-1] else exit_codes.BAD_CONFIG
+    code = exit_codes.DOES_NOT_FIT if "device_memory" in arguments[-1] else exit_codes.BAD_INPUT
     assert ended.exit_code == code and refusal in ended.output, ended.output
     assert len(ended.output.splitlines()) == 1
 
@@ -174,14 +174,14 @@ def test_a_node_does_not_go_without_tls_by_mistake(
     app: Typer, model: Path, arguments: tuple[str, ...], refusals: list[str]
 ) -> None:
     ended = CliRunner().invoke(app, ["serve", "--model", str(model), *arguments])
-    assert ended.exit_code == exit_codes.BAD_CONFIG
+    assert ended.exit_code == exit_codes.BAD_INPUT
     assert [line.partition(": ")[2] for line in ended.stderr.splitlines()] == refusals
 
 
 def test_the_addresses_of_prefill_nodes_are_looked_at_too(model: Path) -> None:
     named = [word for address in ("10.0.0.1:1", "[::1]:1", "pod.example:1") for word in ("--prefill-node", address)]
     ended = check(decode_app, model, *named)
-    assert ended.exit_code == exit_codes.BAD_CONFIG
+    assert ended.exit_code == exit_codes.BAD_INPUT
     assert [line.split(", which")[0].rsplit(" ", 1)[1] for line in ended.stderr.splitlines()] == ["10.0.0.1:1", "pod.example:1"]
 
 
@@ -201,7 +201,7 @@ def test_insecure_anywhere_allows_every_address(app: Typer, model: Path) -> None
 def test_what_a_start_would_miss_in_the_model_directory_is_refused(app: Typer, model: Path) -> None:
     def assert_refused(text: str) -> None:
         ended = check(app, model)
-        assert ended.exit_code == exit_codes.BAD_CONFIG and text in ended.output
+        assert ended.exit_code == exit_codes.BAD_INPUT and text in ended.output
 
     tokenizer = model / "tokenizer.json"
     tokenizer.unlink()
@@ -272,7 +272,7 @@ def test_certificates_are_looked_at_before_anything_starts(app: Typer, model: Pa
     assert ended.exit_code == exit_codes.OK and "TLS" not in ended.stderr
     files.cert.unlink()
     ended = CliRunner().invoke(app, serve)
-    assert ended.exit_code == exit_codes.BAD_CONFIG and "cannot be read: No such file or directory" in ended.stderr
+    assert ended.exit_code == exit_codes.BAD_INPUT and "cannot be read: No such file or directory" in ended.stderr
     assert len([line for line in ended.stderr.splitlines() if "peers.prefill_nodes" not in line]) == 1
 
 
@@ -281,10 +281,10 @@ def test_a_node_that_would_let_nobody_in_does_not_start(model: Path, tmp_path: P
     with_peers = [*serve, "--peer-name", "a.example"]
     ended = CliRunner().invoke(prefill_app, serve)
     refusal = "tls.peer_names is empty; it must have the names of the dec"
-    assert ended.exit_code == exit_codes.BAD_CONFIG and refusal in ended.stderr
+    assert ended.exit_code == exit_codes.BAD_INPUT and refusal in ended.stderr
     assert CliRunner().invoke(prefill_app, with_peers).exit_code == exit_codes.OK
     ended = CliRunner().invoke(decode_app, with_peers)
-    assert ended.exit_code == exit_codes.BAD_CONFIG and "tls.client_names is empty; " in ended.stderr
+    assert ended.exit_code == exit_codes.BAD_INPUT and "tls.client_names is empty; " in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_a_node_that_would_let_nobody_in_does_not_start(model: Path, tmp_path: P
 )
 def test_settings_of_tls_that_make_no_sense(model: Path, arguments: tuple[str, ...], complaint: str) -> None:
     ended = CliRunner().invoke(prefill_app, ["serve", "--check-config", "--model", str(model), *arguments])
-    assert ended.exit_code == exit_codes.BAD_CONFIG and complaint in ended.stderr and len(ended.stderr.splitlines()) == 1
+    assert ended.exit_code == exit_codes.BAD_INPUT and complaint in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 
 def test_the_settings_files_of_the_operations_page_are_accepted(tmp_path: Path) -> None:

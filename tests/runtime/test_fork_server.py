@@ -48,7 +48,7 @@ def test_a_temporary_folder_whose_path_is_too_long_for_a_socket_is_reported(tmp_
     deep.mkdir()
     node = open_node("--model", str(tmp_path), "--insecure", TMPDIR=str(deep))
     output, _ = node.communicate(timeout=60)
-    assert node.returncode == exit_codes.BAD_CONFIG
+    assert node.returncode == exit_codes.BAD_INPUT
     assert "AF_UNIX path too long; set TMPDIR to a shorter path" in output and "Traceback" not in output
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from node_runtime import node_service
 from node_runtime.daemon import Daemon, NodeState
-from node_runtime.exit_codes import NO_MEMORY
+from node_runtime.exit_codes import DOES_NOT_FIT
 from node_runtime.health import Readiness
 from node_runtime.leader_service import ConfigT, Leader
 from node_runtime.rank_link import RankCodec
@@ -439,7 +439,10 @@ async def test_a_drain_of_an_operator_goes_on_whatever_the_node_is(tmp_path: Pat
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (RankStartError("no room", exit_code=NO_MEMORY), "RESOURCE_EXHAUSTED: the node could not change its role, .*: no room"),
+        (
+            RankStartError("no room", exit_code=DOES_NOT_FIT),
+            "RESOURCE_EXHAUSTED: the node could not change its role, .*: no room",
+        ),
         (PeerUnreachable("the node has shut down"), "UNAVAILABLE: the node has shut down"),
     ],
 )

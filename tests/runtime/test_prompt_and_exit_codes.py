@@ -58,16 +58,21 @@ def test_stop_tokens_are_few_and_of_the_vocabulary() -> None:
     ("error", "code"),
     [
         (errors.ConfigError("x"), 2),
-        (errors.LayoutError("x"), 2),
-        (errors.MemoryPlanError("x"), 3),
-        (errors.OutOfMemory("x"), 3),
-        (errors.EngineError("x"), 4),
-        (errors.PeerUnreachable("x"), 1),
+        (errors.LayoutError("x"), 8),
+        (errors.MemoryPlanError("x"), 8),
+        (errors.OutOfMemory("x"), 8),
+        (errors.EngineError("x"), 9),
+        (errors.PeerUnreachable("x"), 4),
         (RuntimeError("x"), 1),
     ],
 )
 def test_each_error_has_its_exit_code(error: Exception, code: int) -> None:
     assert exit_codes.exit_code_of(error) == code
+
+
+def test_a_call_without_memory_may_succeed_later() -> None:
+    assert exit_codes.exit_code_of(errors.OutOfMemory("x"), is_call=True) == exit_codes.NO_ROOM
+    assert exit_codes.exit_code_of(errors.MemoryPlanError("x"), is_call=True) == exit_codes.DOES_NOT_FIT
 
 
 def test_the_pause_before_a_restart_doubles_up_to_its_limit() -> None:

@@ -14,9 +14,9 @@ from textual.widgets import DataTable, RichLog, Static
 from typer.testing import CliRunner
 
 from kvferry.__main__ import app as commands
-from kvferry.cli import exit_codes
 from kvferry.top.app import Confirm, TopApp
 from kvferry.top.cluster_watch import ClusterWatch
+from node_runtime import exit_codes
 from tests.serving.conftest import Serving
 from transfer.registry.security import Security
 

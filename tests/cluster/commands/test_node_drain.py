@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.cli import exit_codes
 from kvferry.local_cluster.spec import child_environment
+from node_runtime import exit_codes
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.server import serve

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli import exit_codes
+from node_runtime import exit_codes
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -16,13 +16,12 @@ import grpc
 import pytest
 
 from kvferry.local_cluster.cluster import ClusterNode
+from node_runtime import exit_codes
 from tests.cluster.calls import Caller, prompt, status_of, until
 from tests.cluster.conftest import POOL_TOKENS
 from tests.cluster.open_nodes import Nodes, open_nodes
 
 pytestmark = pytest.mark.timeout(240)
-
-BAD_CONFIG, NO_MEMORY = 2, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,7 @@ class Refusal:
     role: str
     arguments: tuple[str, ...]
     says: tuple[str, ...]
-    exit_code: int = BAD_CONFIG
+    exit_code: int = exit_codes.BAD_INPUT
 
 
 REFUSALS = {
@@ -51,7 +50,7 @@ REFUSALS = {
         role="decode",
         arguments=("--model", "MODEL", "--set", "memory.device_memory=60MiB"),
         says=("no page of KV fits", "ring 68.0 MiB", "ring.capacity_bytes"),
-        exit_code=NO_MEMORY,
+        exit_code=exit_codes.DOES_NOT_FIT,
     ),
     "memory that the system refuses": Refusal(
         role="decode",
@@ -68,7 +67,7 @@ REFUSALS = {
             "1152921504606846976 bytes asked for",
             "lower memory.static_fraction (now 0.5)",
         ),
-        exit_code=NO_MEMORY,
+        exit_code=exit_codes.DOES_NOT_FIT,
     ),
     "corrupt weights": Refusal(role="prefill", arguments=("--model", "TRUNCATED"), says=("model.safetensors",)),
     "gRPC port in use": Refusal(role="prefill", arguments=("--model", "MODEL", "--port", "PORT"), says=("PORT", "in use")),

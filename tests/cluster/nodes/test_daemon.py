@@ -52,8 +52,8 @@ async def test_a_restart_that_fails_is_tried_again_and_there_is_no_ready_file_me
     ("file", "entry", "max_restarts", "exit_code", "num_restarts"),
     [
         ("", rank_entries.later_refused, 1, exit_codes.ENGINE_FAILED, 1),
-        ("memory", rank_entries.later_refused, 50, exit_codes.NO_MEMORY, 1),
-        ("for ever", rank_entries.later_hungry, 2, exit_codes.NO_MEMORY, 2),
+        ("memory", rank_entries.later_refused, 50, exit_codes.DOES_NOT_FIT, 1),
+        ("for ever", rank_entries.later_hungry, 2, exit_codes.DOES_NOT_FIT, 2),
     ],
     ids=["fails too often", "can never succeed", "never finds memory"],
 )
@@ -112,7 +112,7 @@ async def test_what_is_not_drained_is_cut_off_and_said(tmp_path: Path, cut_short
             node.daemon.request_stop()
         elif cut_short_by == "a dead rank":
             os.kill(node.ranks.pids[0], signal.SIGKILL)
-        assert await node.exit_code() == exit_codes.NOT_DRAINED
+        assert await node.exit_code() == exit_codes.ABORTED
 
 
 async def test_a_stop_while_it_starts_ends_it(tmp_path: Path) -> None:
@@ -125,5 +125,5 @@ async def test_a_stop_while_it_starts_ends_it(tmp_path: Path) -> None:
 
 async def test_a_failed_start_ends_with_the_code_of_its_reason(tmp_path: Path) -> None:
     async with node_of(tmp_path, entry=rank_entries.refused) as node:
-        assert await node.exit_code() == exit_codes.NO_MEMORY
+        assert await node.exit_code() == exit_codes.DOES_NOT_FIT
         assert "begin" not in node.role.history

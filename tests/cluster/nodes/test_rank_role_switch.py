@@ -58,7 +58,7 @@ async def test_ranks_that_cannot_change_go_back(tmp_path: Path) -> None:
         pids, life = node.ranks.pids, node.ranks.incarnation
         with pytest.raises(RankStartError, match="the pool of 9 GiB does not fit") as caught:
             await node.daemon.switch_role()
-        assert caught.value.exit_code == exit_codes.NO_MEMORY
+        assert caught.value.exit_code == exit_codes.DOES_NOT_FIT
         assert node.daemon.state is NodeState.READY and node.written()["role"] == node.daemon.config.role == "prefill"
         assert node.ranks.pids == pids and node.ranks.incarnation != life and node.daemon.num_restarts == 0
         node.ranks.broadcast(Order(what="echo"))

@@ -283,4 +283,4 @@ async def test_a_second_signal_cuts_off_what_is_in_flight(cluster: LocalCluster)
         node.terminate()
         assert ((await task).code, answer.details) == (grpc.StatusCode.UNAVAILABLE, "the node has shut down")
     await until(lambda: node.exit_code is not None, "it ended")
-    assert node.exit_code == exit_codes.NOT_DRAINED and node.ready_file is None
+    assert node.exit_code == exit_codes.ABORTED and node.ready_file is None

@@ -48,7 +48,7 @@ NO_MEMORY = "memory ran out; the log of the rank names the work and the settings
         ("exit", "exit code 9", "", False),
         ("contradict", "exit code 1", "R5: no live grant, watermark 5, head 6", True),
         # For example a copy of KV, besides the rank's steps. It is not a bug.
-        ("hunger", f"exit code 3 ({NO_MEMORY})", "out of memory while copying KV on rank 1: ", False),
+        ("hunger", f"exit code 8 ({NO_MEMORY})", "out of memory while copying KV on rank 1: ", False),
         ("", "killed by signal 9", "", False),
     ],
     ids=["a bug", "an exit", "it contradicts itself while it is idle", "no memory", "killed"],
@@ -185,11 +185,11 @@ async def test_a_new_life_has_a_new_incarnation_and_hears_nothing_of_the_old_one
 @pytest.mark.parametrize(
     ("entry", "reason", "exit_code"),
     [
-        (rank_entries.refused, "the pool of 9 GiB does not fit the 8 GiB that are free", 3),
-        (rank_entries.hungry, "out of memory while starting rank 1: an unknown number of bytes asked for, the host has ", 3),
-        (rank_entries.hungry_beside, f"rank 1 ended while it started: exit code 3 ({NO_MEMORY})", 3),
-        (rank_entries.dying, "rank 1 ended while it started: killed by signal 9", 4),
-        (rank_entries.broken, "ended while it started: exit code 1", 4),
+        (rank_entries.refused, "the pool of 9 GiB does not fit the 8 GiB that are free", 8),
+        (rank_entries.hungry, "out of memory while starting rank 1: an unknown number of bytes asked for, the host has ", 8),
+        (rank_entries.hungry_beside, f"rank 1 ended while it started: exit code 8 ({NO_MEMORY})", 8),
+        (rank_entries.dying, "rank 1 ended while it started: killed by signal 9", 9),
+        (rank_entries.broken, "ended while it started: exit code 1", 9),
     ],
 )
 async def test_a_rank_that_cannot_start_ends_the_start_with_its_reason(

@@ -66,7 +66,7 @@ def test_each_unit_matches_the_exit_codes_and_the_drain_timeout(role: str) -> No
     assert unit_text("decode") == unit_text("prefill").replace("prefill", "decode")
     service = unit(role)["Service"]
     assert service["Restart"] == "on-failure"
-    assert {int(code) for code in service["RestartPreventExitStatus"].split()} == {exit_codes.BAD_CONFIG, exit_codes.NO_MEMORY}
+    assert {int(code) for code in service["RestartPreventExitStatus"].split()} == {exit_codes.BAD_INPUT, exit_codes.DOES_NOT_FIT}
     drain_s = yaml.safe_load((SYSTEMD / f"{role}-a.yaml").read_text(encoding="utf-8"))["drain_timeout_s"]
     assert int(service["TimeoutStopSec"]) >= drain_s + 2 * STOP_GRACE_S
     assert service["KillMode"] == "mixed"  # the leader ends the ranks
