@@ -67,7 +67,10 @@ def test_a_slot_that_released_a_piece_can_be_left_to_drain() -> None:
     assert take(arena, 1, 4 * KIB, may_refill=False) == 4 * KIB
     release(arena, 0)
     assert take(arena, 1, 4 * KIB, may_refill=False) is None
+    arena.divide(32 * KIB)  # the size is the same: nothing changes
+    assert take(arena, 1, 4 * KIB, may_refill=False) is None
     release(arena, 4 * KIB)
+    assert take(arena, 1, 4 * KIB, may_open=False) is None  # the slot is free, and of no session
     assert take(arena, 2, 32 * KIB, may_refill=False) == 0
 
 
