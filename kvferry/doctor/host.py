@@ -159,7 +159,7 @@ def check_ucx(what: str, names: Sequence[str], rdma_devices: Sequence[str]) -> F
     if not rdma_devices:
         return ok("ucx", f"{text}; no RDMA device, hosts would talk over TCP")
     text += f"; none of the RDMA devices {', '.join(rdma_devices)}, hosts would talk over TCP"
-    fix = "transport.name: nixl; or a UCX with verbs, RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true (docs/operations.md, RDMA)"
+    fix = "transport.name: nixl; or a UCX with verbs, RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true (docs/network.md, RDMA)"
     return warn("ucx", text, fix)
 
 

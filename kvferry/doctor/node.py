@@ -106,7 +106,7 @@ def check_node(look: NodeLook, *, transports: Collection[str]) -> Iterator[Findi
     if not status.http_port:
         return
     if look.http_error:
-        fix = f"let port {status.http_port} of it through to probes, Prometheus and browsers (docs/operations.md, Ports)"
+        fix = f"let port {status.http_port} of it through to probes, Prometheus and browsers (docs/network.md, Ports)"
         yield warn(f"{name} http", f"{look.http_error}; its gRPC port answers", fix)
     else:
         yield ok(f"{name} http", f"port {status.http_port} answers")

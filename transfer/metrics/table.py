@@ -402,7 +402,7 @@ TRANSFER_METRICS: Final = (
         "refused_connections",
         "Connections to the control port that showed no key of an attached writer.",
         roles=DECODE,
-        advice="Strangers reach the rank's control port: see Ports in docs/operations.md.",
+        advice="Strangers reach the rank's control port: see Ports in docs/network.md.",
     ),
     counter(
         "watermark_acks",
