@@ -224,7 +224,7 @@ EtcdPrefix = Annotated[str, AfterValidator(_checked_prefix)]
 
 
 class DiscoveryConfig(Section):
-    """Discovery of prefill nodes by decode nodes; see docs/operations.md."""
+    """Discovery of prefill nodes by decode nodes; see docs/discovery.md."""
 
     kind: Literal["static", "dns", "etcd"] = Field(
         default="static",
