@@ -32,7 +32,7 @@ def cli_page() -> str:
         "",
         "## Security options",
         "",
-        "The commands of `kvferry` that call nodes have these options. [TLS](operations.md#tls) explains them.",
+        "The commands of `kvferry` that call nodes have these options. [TLS](tls.md) explains them.",
         "",
     ]
     commands = [found for name, app in PROGRAMS for found in _commands(get_command(app), name, None)]

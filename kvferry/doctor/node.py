@@ -113,7 +113,7 @@ def check_node(look: NodeLook, *, transports: Collection[str]) -> Iterator[Findi
 
 
 def _fix_unreached(address: str) -> str:
-    return f"start the node, and let {address} through; docs/operations.md, TLS, where it answers without a certificate"
+    return f"start the node, and let {address} through; docs/tls.md, where it answers without a certificate"
 
 
 def _version(status: pb.NodeStatus) -> str:

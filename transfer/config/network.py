@@ -144,7 +144,7 @@ class PeersConfig(Section):
 
 
 class TlsConfig(Section):
-    """Mutual TLS on every gRPC port, see docs/operations.md."""
+    """Mutual TLS on every gRPC port, see docs/tls.md."""
 
     cert_file: Path | None = Field(
         default=None,

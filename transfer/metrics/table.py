@@ -255,7 +255,7 @@ NODE_STATE_METRICS: Final = (
         "refused_calls",
         "Calls to the node that the caller's certificate does not allow.",
         ("method", "methods of the node's gRPC services"),
-        advice="See TLS in docs/operations.md.",
+        advice="See docs/tls.md.",
     ),
     gauge(
         "certificate_expiry_timestamp_seconds",
@@ -569,7 +569,7 @@ RANK_STATE_METRICS: Final = (
         "Calls to a decode rank that the caller's certificate does not allow.",
         ("method", "methods of the rank's gRPC services"),
         roles=DECODE,
-        advice="See TLS in docs/operations.md: a name is missing in tls.peer_names, or a stranger calls.",
+        advice="See docs/tls.md: a name is missing in tls.peer_names, or a stranger calls.",
     ),
     gauge(
         "rank_requests",

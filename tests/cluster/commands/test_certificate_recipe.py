@@ -1,4 +1,4 @@
-"""The recipe for certificates in docs/operations.md, run as an operator runs it."""
+"""The recipe for certificates in docs/tls.md, run as an operator runs it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from transfer.config import TlsConfig
 from transfer.registry.certificates import CertificateFiles
 
 
-def test_the_recipe_of_the_operations_page_makes_such_files(tmp_path: Path) -> None:
-    page = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")
+def test_the_recipe_of_the_tls_page_makes_such_files(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "tls.md").read_text(encoding="utf-8")
     recipe = page.split("<!-- recipe for certificates -->\n```bash\n")[1].split("```")[0]
     bash = shutil.which("bash")
     assert bash is not None
