@@ -29,6 +29,7 @@ CAPABILITIES: Final = frozenset(
         "resend_once",
         "room_in_stream",
         "selective_release",
+        "token_layers",
         "undrain",
     }
 )
@@ -46,6 +47,7 @@ layer_groups, resend_once and selective_release.
 - resend_once: a chunk whose bytes arrive broken is sent a second time.
 - room_in_stream: a prefill side supports `PrefillIntoRoom`, and then does not call `Reserve`.
 - selective_release: watermarks name released ranges above their position, which the writer may use again at once.
+- token_layers: a decode side divides requests as `ChunkPlan.token_layers` says.
 - undrain: a decode side is told in its join that the prefill side takes requests again.
 """
 

@@ -555,7 +555,7 @@ class PayloadRates:
         return min([rate.first_token(num_tokens) for rate in self._windows], default=num_tokens - bool(self._num_states))
 
 
-@lru_cache(maxsize=1024)  # called for each route of each request; one entry for each group of layers
+@lru_cache(maxsize=4096)  # called for each route of each request; one entry for each group of layers of any chunk
 def payload_rates(layout: KVLayout, route: Route, layers: Range, dtype: DType) -> PayloadRates:
     """Return the payload rates of `layers` on `route`; `dtype` is the element type on the wire."""
     return PayloadRates(layout, route, layers, dtype)

@@ -75,6 +75,11 @@ def plan_with_pieces(coarsest: ChunkPlan, prefill: Instance, decode: Instance, *
     return plan_of(counts[min(first, most_layers - 1)])
 
 
+def token_layers_for(prefill: Instance, decode: Instance, *, piece_bytes: int) -> int:
+    """Return `ChunkPlan.token_layers` with which no piece becomes larger than `piece_bytes`, for a model without states."""
+    return piece_bytes // largest_piece_bytes(prefill, decode, ChunkPlan(chunk_tokens=1, layers_per_group=1))
+
+
 def _wire(prefill: Instance, decode: Instance) -> DType:
     return wire_dtype(prefill.layout, prefill.shard, decode.shard)
 

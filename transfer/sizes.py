@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from transfer.chunk import ChunkPlan, largest_wire_bytes
 from transfer.config import ChunkConfig, RingConfig, StagingConfig
 from transfer.errors import MemoryPlanError
 from transfer.instance import Instance, Link
-from transfer.layout import KVLayout, Shard, routes
-from transfer.piece_size import MIN_PIECE_BYTES, largest_piece_bytes, piece_bytes_for, plan_with_pieces
+from transfer.layout import KVLayout, LayerKind, Shard, routes
+from transfer.piece_size import MIN_PIECE_BYTES, largest_piece_bytes, piece_bytes_for, plan_with_pieces, token_layers_for
 from transfer.transport.base import REGION_ALIGNMENT_BYTES
 
 HOST_RING_BYTES: Final = 64 << 20
@@ -89,7 +89,7 @@ class Cut:
         plan: How requests are divided.
         largest_piece_bytes: Maximum bytes of a piece that one rank sends to another, over all plans.
         short_plans: Plans with smaller chunks, in ascending order, for prompts whose tokens to send lie within one such chunk.
-            Their layer groups have more layers.
+            Their layer groups have more layers. Empty if `plan` itself gives shorter chunks more layers.
     """
 
     plan: ChunkPlan
@@ -134,13 +134,20 @@ def choose_cut(
             wanted = min(wanted, max(MIN_PIECE_BYTES, largest_piece_bytes(own, decode, plan) // min_layer_groups))
         piece_bytes = min(wanted, ring_bytes, slot_bytes or ring_bytes)
         plan = plan_with_pieces(plan, own, decode, piece_bytes=piece_bytes)
-        if plan.layers_per_group:
+        if plan.layers_per_group and "token_layers" in decode.capabilities and not _has_states(own.layout):
+            plan = replace(plan, token_layers=token_layers_for(own, decode, piece_bytes=piece_bytes))
+        elif plan.layers_per_group:
             short_plans = tuple(
                 plan_with_pieces(ChunkPlan(chunk_tokens=tokens), own, decode, piece_bytes=piece_bytes)
                 for tokens in _powers_of_two(SHORT_CHUNK_TOKENS, plan.chunk_tokens)
             )
     largest = max(largest_piece_bytes(own, decode, one) for one in (plan, *short_plans))
     return Cut(plan=plan, largest_piece_bytes=largest, short_plans=short_plans)
+
+
+def _has_states(layout: KVLayout) -> bool:
+    """Return whether some layers have states, whose bytes do not depend on the number of tokens."""
+    return any(spec.kind is LayerKind.RECURRENT_STATE for spec in layout.layers)
 
 
 def _powers_of_two(begin: int, end: int) -> Iterator[int]:

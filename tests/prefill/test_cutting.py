@@ -11,8 +11,8 @@ import pytest
 from tests.runtime.instances import instance, prefill_config
 from transfer.chunk import ChunkPlan
 from transfer.errors import ConfigError
-from transfer.instance import Link
-from transfer.layout import DType, KVLayout
+from transfer.instance import Instance, Link
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec
 from transfer.sizes import Cut, choose_cut
 
 LAYOUT = KVLayout.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype=DType.FLOAT16)
@@ -21,10 +21,12 @@ LINK = Link(prefill_rank=0, decode_rank=0, lane="x", latency_s=50e-6, bandwidth_
 RING_BYTES = 64 << 20
 
 
-def chosen(folder: Path, ring_bytes: int = RING_BYTES, slot_bytes: int = 0, **chunk: Any) -> Cut:
-    one = instance(1, layout=LAYOUT)
+def chosen(folder: Path, ring_bytes: int = RING_BYTES, slot_bytes: int = 0, decode: Instance | None = None, **chunk: Any) -> Cut:
+    """Return the cut for a decode instance, by default one of the release before."""
+    decode = decode or instance(1, layout=LAYOUT)
     config = prefill_config(folder, chunk={"chunk_tokens": 128, **chunk})
-    return choose_cut(config.chunk, one, one, [LINK], ring_bytes=ring_bytes, slot_bytes=slot_bytes, device=config.device)
+    own = instance(2, layout=decode.layout)
+    return choose_cut(config.chunk, own, decode, [LINK], ring_bytes=ring_bytes, slot_bytes=slot_bytes, device=config.device)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,38 @@ def test_what_is_sent_of_a_long_prompt_may_fit_a_short_plan(
     """The tokens to send lie within one chunk of the short plan."""
     cut = chosen(tmp_path, chunk_tokens=1024)
     assert cut.plan_of(num_tokens, start_token).chunk_tokens == chunk_tokens
+
+
+NEW = frozenset({"token_layers"})
+
+
+def test_a_decode_side_that_knows_token_layers_gets_one_plan(tmp_path: Path) -> None:
+    decode = instance(1, layout=LAYOUT, capabilities=NEW)
+    cut = chosen(tmp_path, decode=decode, chunk_tokens=1024)
+    wanted_bytes = int(9 * 850e-6 * 0.3e9)
+    plan = ChunkPlan(chunk_tokens=1024, layers_per_group=1, token_layers=wanted_bytes * 128 // LAYER_BYTES)
+    assert cut == Cut(plan=plan, largest_piece_bytes=8 * LAYER_BYTES), "one layer of 1,024 tokens"
+    assert cut.plan_of(1) == cut.plan_of(5000) == plan
+    assert [plan.layers_of(tokens, 32) for tokens in (1024, 513, 256, 128, 64, 1)] == [1, 1, 2, 4, 8, 32]
+    whole = chosen(tmp_path, decode=decode, piece_bytes="64MiB")
+    assert whole.plan == ChunkPlan(chunk_tokens=128), "every chunk has all layers"
+    given = {"chunk_tokens": 1024, "layers_per_group": 5}
+    assert chosen(tmp_path, decode=decode, **given).plan == ChunkPlan(**given), "the user has set the groups"
+
+
+@pytest.mark.parametrize("kind", [LayerKind.SLIDING_WINDOW, LayerKind.RECURRENT_STATE])
+def test_no_piece_of_a_short_chunk_is_larger_than_wanted(tmp_path: Path, kind: LayerKind) -> None:
+    """A window of 128 tokens, or a state, has as many bytes in a chunk of 128 tokens as in one of 1,024."""
+    whole = LayerSpec(num_kv_heads=8, k_head_dim=128, v_head_dim=128)
+    other = (
+        replace(whole, kind=kind, window_tokens=128)
+        if kind is LayerKind.SLIDING_WINDOW
+        else replace(whole, kind=kind, k_head_dim=65_536, v_head_dim=0)
+    )
+    layout = KVLayout(layers=(whole, other) * 16, dtype=DType.FLOAT16)
+    cut = chosen(tmp_path, decode=instance(1, layout=layout, capabilities=NEW), chunk_tokens=1024, piece_bytes="5MiB")
+    assert cut.largest_piece_bytes <= 5 << 20
+    assert bool(cut.plan.token_layers) != bool(cut.short_plans) == (kind is LayerKind.RECURRENT_STATE)
 
 
 def test_the_largest_piece_is_that_of_all_plans(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ class Kind:
                 receiver_restarts=choose([0, 1]) if self.has_deaths else 0,
             ),
             arriving_tokens=choose([0, 8]),
+            token_layers=choose([0, 4, 9]),
         )
         return World(config, chance.getrandbits(32))
 

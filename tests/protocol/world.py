@@ -51,6 +51,7 @@ class WorldConfig:
     grants_ahead: int = 4
     chunk_tokens: int = 4
     layers_per_group: int = 0
+    token_layers: int = 0
     num_requests: int = 4
     max_tokens: int = 20
     arriving_tokens: int = 0  # tokens of a request for which there are pages at a time; 0 means all
@@ -123,7 +124,9 @@ class World:
         self._order = itertools.count()
         self._numbers = itertools.count(1)
         self._routes = routes(LAYOUT, Shard(tp_size=config.prefill_tp), Shard(tp_size=config.decode_tp))
-        self._plan = ChunkPlan(chunk_tokens=config.chunk_tokens, layers_per_group=config.layers_per_group)
+        self._plan = ChunkPlan(
+            chunk_tokens=config.chunk_tokens, layers_per_group=config.layers_per_group, token_layers=config.token_layers
+        )
         self._capacity_bytes = (self._largest_cells() + config.spare_cells) * ALIGNMENT_BYTES
         self.corruptions: dict[Tag, int] = {}
         self.happened: Counter[str] = Counter()  # faults, by their names in `Faults`

@@ -45,6 +45,7 @@ def test_two_ranks_of_this_version_fit_and_tell_every_capability() -> None:
         "resend_once",
         "room_in_stream",
         "selective_release",
+        "token_layers",
         "undrain",
     } == CAPABILITIES
 

@@ -18,13 +18,14 @@ from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Range, Shard,
     layers_per_group=st.integers(0, 9),
     num_tokens=st.integers(1, 200),
     num_layers=st.integers(1, 12),
+    token_layers=st.integers(0, 80),
     data=st.data(),
 )
 def test_every_token_of_every_layer_is_in_one_chunk(
-    chunk_tokens: int, layers_per_group: int, num_tokens: int, num_layers: int, data: st.DataObject
+    chunk_tokens: int, layers_per_group: int, num_tokens: int, num_layers: int, token_layers: int, data: st.DataObject
 ) -> None:
     start = data.draw(st.integers(0, num_tokens - 1))
-    plan = ChunkPlan(chunk_tokens=chunk_tokens, layers_per_group=layers_per_group)
+    plan = ChunkPlan(chunk_tokens=chunk_tokens, layers_per_group=layers_per_group, token_layers=token_layers)
     chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=num_layers, start_token=start)
     seen = [
         (layer, token)
@@ -41,11 +42,36 @@ def test_every_token_of_every_layer_is_in_one_chunk(
         assert chunk.tokens.begin % chunk_tokens == 0 or chunk.tokens.begin == start
         assert chunk.tokens.end % chunk_tokens == 0 or chunk.tokens.end == num_tokens
         assert len(chunk.tokens) <= chunk_tokens
-        assert not layers_per_group or len(chunk.layers) <= layers_per_group
+        most = max(layers_per_group, token_layers // len(chunk.tokens))
+        assert not layers_per_group or len(chunk.layers) <= most
+        is_largest = chunk.layers.end == num_layers or len(chunk.layers) == most
+        assert is_largest, "a range of tokens has no more chunks than it needs"
     assert list(chunks) == sorted(chunks, key=lambda chunk: (chunk.tokens.begin, chunk.layers.begin))
     token = data.draw(st.integers(0, num_tokens + chunk_tokens))
-    later = [chunk.index for chunk in chunks if chunk.tokens.end > token]
-    assert chunks.range_of(token) * len(chunks.groups) == min(later, default=len(chunks))
+    later = [chunks.place_of(chunk.index)[1] for chunk in chunks if chunk.tokens.end > token]
+    assert chunks.range_of(token) == min(later, default=chunks.num_ranges)
+    assert chunks.layer_ends == {chunk.layers.end for chunk in chunks}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "start", "groups"),
+    [
+        (8, 0, [[2, 4, 6, 7]]),
+        (4, 0, [[4, 7]]),
+        (5, 0, [[3, 6, 7]]),
+        (2, 0, [[7]]),
+        (17, 0, [[2, 4, 6, 7], [2, 4, 6, 7], [7]]),
+        (28, 5, [[5, 7], [2, 4, 6, 7], [2, 4, 6, 7], [4, 7]]),
+    ],
+)
+def test_a_chunk_with_fewer_tokens_has_more_layers(num_tokens: int, start: int, groups: list[list[int]]) -> None:
+    """So a short prompt, and the last tokens of a long one, need few pieces of no more bytes."""
+    plan = ChunkPlan(chunk_tokens=8, layers_per_group=2, token_layers=17)
+    chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=7, start_token=start)
+    found: dict[int, list[int]] = {}
+    for chunk in chunks:
+        found.setdefault(chunk.tokens.begin, []).append(chunk.layers.end)
+    assert list(found.values()) == groups
 
 
 def test_the_order_in_which_prefill_computes() -> None:
@@ -77,6 +103,8 @@ def test_what_cannot_be_split_is_refused(num_tokens: int, num_layers: int, start
         ChunkPlan(chunk_tokens=0)
     with pytest.raises(LayoutError, match="layers_per_group is -1"):
         ChunkPlan(chunk_tokens=1, layers_per_group=-1)
+    with pytest.raises(LayoutError, match="token_layers is -1"):
+        ChunkPlan(chunk_tokens=1, token_layers=-1)
 
 
 LAYOUT = KVLayout(
@@ -99,11 +127,12 @@ LAYOUT = KVLayout(
     dtype=st.sampled_from((DType.FLOAT32, DType.FLOAT16, DType.FLOAT8_E4M3)),
     num_tokens=st.integers(1, 60),
     start=st.integers(0, 59),
+    token_layers=st.integers(0, 80),
 )
 def test_the_pieces_of_a_route_are_its_chunks_with_a_payload_and_none_is_larger_than_the_largest(
-    chunk_tokens: int, layers_per_group: int, prefill_tp: int, dtype: DType, num_tokens: int, start: int
+    chunk_tokens: int, layers_per_group: int, prefill_tp: int, dtype: DType, num_tokens: int, start: int, token_layers: int
 ) -> None:
-    plan = ChunkPlan(chunk_tokens=chunk_tokens, layers_per_group=layers_per_group)
+    plan = ChunkPlan(chunk_tokens=chunk_tokens, layers_per_group=layers_per_group, token_layers=token_layers)
     found = routes(LAYOUT, Shard(tp_size=prefill_tp), Shard(tp_size=2, pp_size=2))
 
     def check(num_tokens: int, start: int) -> int:
@@ -127,7 +156,7 @@ def test_the_pieces_of_a_route_are_its_chunks_with_a_payload_and_none_is_larger_
 
     largest = largest_wire_bytes(plan, LAYOUT, found, dtype)
     assert check(num_tokens, min(start, num_tokens - 1)) <= largest
-    assert check(chunk_tokens, 0) == largest
+    assert max(check(tokens, 0) for tokens in range(1, chunk_tokens + 1)) == largest
     assert largest_wire_bytes(plan, LAYOUT, (), dtype) == 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from transfer.piece_size import (
     largest_piece_bytes,
     piece_bytes_for,
     plan_with_pieces,
+    token_layers_for,
 )
 
 LARGE_RING = 1 << 40
@@ -115,3 +118,26 @@ def test_no_piece_is_larger_than_asked_unless_it_is_of_one_layer(
     whole = largest_piece_bytes(ours, theirs, coarsest)
     if whole <= piece_bytes:
         assert (plan.layers_per_group or MIXED.num_layers) == min(most, MIXED.num_layers)
+
+
+@given(
+    chunk_tokens=st.integers(1, 40),
+    piece_bytes=st.integers(1, 20_000),
+    num_tokens=st.integers(1, 100),
+    start=st.integers(0, 99),
+    prefill=st.builds(Shard, tp_size=st.integers(1, 6), pp_size=st.integers(1, 3)),
+    decode=st.builds(Shard, tp_size=st.integers(1, 4), pp_size=st.integers(1, 3)),
+)
+def test_with_more_layers_in_short_chunks_no_piece_is_larger_and_no_request_has_more_chunks(
+    chunk_tokens: int, piece_bytes: int, num_tokens: int, start: int, prefill: Shard, decode: Shard
+) -> None:
+    layout = KVLayout(layers=MIXED.layers[:-2], dtype=MIXED.dtype)  # without states
+    ours, theirs = instance(layout, prefill), instance(layout, decode)
+    plan = plan_with_pieces(ChunkPlan(chunk_tokens=chunk_tokens), ours, theirs, piece_bytes=piece_bytes)
+    scaled = replace(plan, token_layers=token_layers_for(ours, theirs, piece_bytes=piece_bytes))
+    assert largest_piece_bytes(ours, theirs, scaled) <= max(piece_bytes, largest_piece_bytes(ours, theirs, plan))
+    before, after = (
+        len(split_into_chunks(one, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=min(start, num_tokens - 1)))
+        for one in (plan, scaled)
+    )
+    assert after <= before

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from transfer.chunk import ChunkPlan, Chunks, split_into_chunks
+from transfer.chunk import Chunks, split_into_chunks
 from transfer.connector.messages import (
     AttachDecode,
     CancelOutgoing,
@@ -30,7 +30,6 @@ from transfer.connector.messages import (
 )
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, TransferError
-from transfer.layout import Range
 from transfer.messages import clip_reason
 from transfer.send.attach import DecodeSessions
 from transfer.send.events import SentStats
@@ -69,7 +68,7 @@ class OutgoingRank:
         self._engine = engine
         self._send = send
         self._outgoing: dict[str, _Outgoing] = {}  # by transfer, until it is sent or has failed
-        self._plans: dict[ChunkPlan, tuple[int, tuple[Range, ...]]] = {}  # number of unfinished transfers, layer groups
+        self._num_by_ends: dict[frozenset[int], int] = {}  # unfinished transfers by `Chunks.layer_ends`
         self.layer_ends: frozenset[int] = frozenset()
         """Ends of the layer groups of all unfinished transfers."""
         self._attaching: set[asyncio.Task[None]] = set()
@@ -93,7 +92,7 @@ class OutgoingRank:
             message.plan, num_tokens=message.num_tokens, num_layers=peer.layout.num_layers, start_token=message.start_token
         )
         outgoing = self._outgoing[transfer_id] = _Outgoing(message=message, chunks=chunks)
-        self._count_plan(outgoing, 1)
+        self._count_ends(outgoing, 1)
         self._sender.start_request(
             peer.terms.request(
                 transfer_id,
@@ -187,12 +186,12 @@ class OutgoingRank:
         self._engine.on_released(request_id)
 
     def on_sent(self, request_id: str, stats: SentStats) -> None:
-        self._count_plan(self._outgoing.pop(request_id), -1)
+        self._count_ends(self._outgoing.pop(request_id), -1)
         self._send(TransferSent(transfer_id=request_id, stats=stats))
 
     def on_failed(self, request_id: str, reason: str) -> None:
         outgoing = self._outgoing.pop(request_id)
-        self._count_plan(outgoing, -1)
+        self._count_ends(outgoing, -1)
         self._send(
             TransferNotSent(
                 transfer_id=request_id,
@@ -202,15 +201,15 @@ class OutgoingRank:
             )
         )
 
-    def _count_plan(self, outgoing: _Outgoing, change: int) -> None:
-        """Add `change` to the unfinished transfers of the plan. Only the first and the last one of a plan change `layer_ends`."""
-        plan = outgoing.message.plan
-        count, groups = self._plans.get(plan, (0, outgoing.chunks.groups))
-        self._plans[plan] = (count + change, groups)
-        if not count + change:
-            del self._plans[plan]
-        if not count or not count + change:
-            self.layer_ends = frozenset(layers.end for _, of_plan in self._plans.values() for layers in of_plan)
+    def _count_ends(self, outgoing: _Outgoing, change: int) -> None:
+        """Add `change` to the unfinished transfers with the same ends. Only the first and the last one change `layer_ends`."""
+        ends = outgoing.chunks.layer_ends
+        before = self._num_by_ends.get(ends, 0)
+        self._num_by_ends[ends] = before + change
+        if not before + change:
+            del self._num_by_ends[ends]
+        if not before or not before + change:
+            self.layer_ends = frozenset().union(*self._num_by_ends)
 
     # Reports and end
 

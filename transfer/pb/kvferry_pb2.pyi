@@ -95,12 +95,14 @@ class KVScales(_message.Message):
     def __init__(self, k: _Optional[float] = ..., v: _Optional[float] = ...) -> None: ...
 
 class ChunkPlanInfo(_message.Message):
-    __slots__ = ("chunk_tokens", "layers_per_group")
+    __slots__ = ("chunk_tokens", "layers_per_group", "token_layers")
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LAYERS_PER_GROUP_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_LAYERS_FIELD_NUMBER: _ClassVar[int]
     chunk_tokens: int
     layers_per_group: int
-    def __init__(self, chunk_tokens: _Optional[int] = ..., layers_per_group: _Optional[int] = ...) -> None: ...
+    token_layers: int
+    def __init__(self, chunk_tokens: _Optional[int] = ..., layers_per_group: _Optional[int] = ..., token_layers: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("decode", "decode_address", "rank_addresses", "heartbeat_s", "prefill_address")

@@ -137,13 +137,15 @@ def layout_from_proto(info: pb.LayoutInfo) -> KVLayout:
 
 
 def chunk_plan_to_proto(plan: ChunkPlan) -> pb.ChunkPlanInfo:
-    return pb.ChunkPlanInfo(chunk_tokens=plan.chunk_tokens, layers_per_group=plan.layers_per_group)
+    return pb.ChunkPlanInfo(
+        chunk_tokens=plan.chunk_tokens, layers_per_group=plan.layers_per_group, token_layers=plan.token_layers
+    )
 
 
 def chunk_plan_from_proto(info: pb.ChunkPlanInfo) -> ChunkPlan:
     """Return the chunk plan of a peer."""
     with _refusing("chunk_plan"):
-        return ChunkPlan(chunk_tokens=info.chunk_tokens, layers_per_group=info.layers_per_group)
+        return ChunkPlan(chunk_tokens=info.chunk_tokens, layers_per_group=info.layers_per_group, token_layers=info.token_layers)
 
 
 def link_to_proto(link: Link, *, peer_incarnation: int = 0) -> pb.LinkStatus:

@@ -13,8 +13,10 @@ from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, TierSpec
 from kvferry.local_cluster.node import ClusterNode
 from tests.cluster.calls import Answer, Caller, Reference, prompt, status_of, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, POOL_TOKENS, START_TIMEOUT_S, Start
+from transfer.chunk import split_into_chunks
 from transfer.copy.kernel_choice import Kernels
 from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.convert import chunk_plan_from_proto
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -124,9 +126,9 @@ def check_stats(cluster: LocalCluster, plan: pb.ChunkPlanInfo, num_tokens: int, 
     assert answer.done is not None
     stats = answer.done.stats
     assert (stats.bytes, stats.resends) == (num_tokens * TOKEN_BYTES, 0)
-    groups = -(-NUM_LAYERS // (plan.layers_per_group or NUM_LAYERS))
+    chunks = split_into_chunks(chunk_plan_from_proto(plan), num_tokens=num_tokens, num_layers=NUM_LAYERS)
     routes = {(4, 2): 4, (2, 4): 4, (1, 2): 2, (3, 2): 4}[cluster.spec.prefill.tp_size, cluster.spec.decode.tp_size]
-    assert stats.writes == -(-num_tokens // plan.chunk_tokens) * groups * routes
+    assert stats.writes == len(chunks) * routes
     assert stats.writes_without_staging == num_tokens * NUM_LAYERS * 2 * routes
     assert 0 <= stats.exposed_s <= stats.transfer_s
     assert answer.done.prefill_node == cluster.prefill.address
