@@ -46,7 +46,7 @@ TEXTS = [" ".join(WORDS[first : first + number]) for first, number in ((0, 10), 
 LONG_TEXT = " ".join((WORDS * 4)[:1500])  # two seconds of a core: it comes where a node is ended, not all the time
 LONG_TEXT_TOKENS = 2000
 COMMAND_S = 60.0
-OPERATIONS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
+UPGRADES = Path(__file__).resolve().parents[3] / "docs" / "upgrades.md"
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +158,8 @@ def questions(model: Path, reference: Reference, prompts: Iterable[list[int] | s
 
 
 def service_config() -> str:
-    """Return the service config that docs/operations.md recommends for channels."""
-    (block,) = re.findall(r"```json\n(.*?loadBalancingConfig.*?)```", OPERATIONS.read_text(encoding="utf-8"), re.DOTALL)
+    """Return the service config that docs/upgrades.md recommends for channels."""
+    (block,) = re.findall(r"```json\n(.*?loadBalancingConfig.*?)```", UPGRADES.read_text(encoding="utf-8"), re.DOTALL)
     return str(block)
 
 
