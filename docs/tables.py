@@ -205,10 +205,10 @@ REGIONS: Final[Mapping[str, Mapping[str, Callable[[str], str]]]] = {
     "docs/embedded-engine.md": {"families": table(families)},
     "docs/engines.md": {"router-metrics": table(router_metrics)},
     "docs/integration.md": {"toy-engine": toy_engine},
+    "docs/observability.md": {"spans": table(spans)},
     "docs/operations.md": {
         "exit-codes": table(exit_codes),
         "memory-advice": table(memory_advice),
-        "spans": table(spans),
     },
     "docs/scaling.md": {"simulated-settings": table(simulated_settings)},
 }

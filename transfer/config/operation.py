@@ -217,7 +217,7 @@ class LogConfig(Section):
 
 
 class TracingConfig(Section):
-    """Spans of requests, sent to an OpenTelemetry collector; see docs/operations.md."""
+    """Spans of requests, sent to an OpenTelemetry collector; see docs/observability.md."""
 
     endpoint: Annotated[str, AfterValidator(collector_url)] | None = Field(
         default=None,
