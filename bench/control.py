@@ -6,6 +6,9 @@
 chunks are those of 8 requests of 32 chunks at a time; each has its grant, its ready and its ack. A round trip is one chunk by
 itself, from its GrantRequest to the ack that shows its grant released.
 
+"idle" sends nothing: CPU seconds of the writers' process and of the rank in a second. Each process is a rank with that number of
+sessions. All sessions must hold, during the idle time and the rounds after it.
+
 The rows show how the times grow with three numbers: peers that write to one rank, grants that are live during the whole run, and
 gaps in the ring, of which a watermark names 64. Held grants are live and never computed. Waiting grants are computed, and wait
 for a ring that has room for ten. "CPU" counts both ends, all threads, and varies less on a busy machine. The rows of the ring
@@ -29,10 +32,16 @@ from transfer.ring import ALIGNMENT_BYTES, Grant, StagingAllocator
 PEERS = (1, 4, 16, 64)
 LIVE_GRANTS = (10, 100, 1_000, 10_000)
 GAPS = (10, 60, 100)
+IDLE_SESSIONS = 256
+MOST_SESSIONS = 1_024
+IDLE_S = 16.0
 GRANT_BYTES = 16 * ALIGNMENT_BYTES
 TARGET_CHUNKS_PER_S = 3_000
 TARGET_ROUND_TRIP_S = 0.001
 TARGET_PAIRS_PER_S = 200_000
+TARGET_IDLE_SHARE = 0.04
+"""Of a core, for a rank with `IDLE_SESSIONS` idle sessions."""
+
 TARGET_GROWTH = 1.3
 """What a chunk, or a pair of the ring, takes with up to 10,000 live grants over what it takes with 10."""
 
@@ -147,6 +156,21 @@ def measure_memory(report: Report, *, is_quick: bool) -> None:
     report.headline["resident_growth_bytes"] = max(growth)
 
 
+def measure_idle(report: Report, *, is_quick: bool) -> None:
+    """Rows of sessions without requests, and the number of sessions that are lost."""
+    few, most = (16, 64) if is_quick else (IDLE_SESSIONS, MOST_SESSIONS)
+    load = Load(round_requests=8 if is_quick else 48, num_rounds=1 if is_quick else 3, idle_s=IDLE_S / 8 if is_quick else IDLE_S)
+    for name, number, is_local in (("idle_share", few, True), ("idle_share_tcp", few, False), ("idle_share_most", most, True)):
+        samples = asyncio.run(between_two_processes(replace(load, num_peers=number, is_local=is_local)))
+        case = f"two processes, {number:,} sessions{'' if is_local else ' over TCP'}"
+        for end, cpu_s in zip(("writers", "rank"), samples.idle_cpu_s, strict=True):
+            report.add(case, f"a second idle, CPU of {end}", [cpu_s])
+        report.add(case, "chunk", samples.chunk_s)
+        report.facts[case] = {"sessions lost": samples.num_lost}
+        report.headline[name] = max(samples.idle_cpu_s)
+    report.headline["sessions_lost"] = samples.num_lost
+
+
 def _add_all(report: Report, what: str, samples: dict[str, list[float]]) -> None:
     """A row for each case, held against the first."""
     first: Row | None = None
@@ -159,9 +183,10 @@ def measure(*, is_quick: bool) -> Report:
     """All rows; a chunk's median is one over the chunks a second."""
     report = Report(
         title=f"Control plane (at least {TARGET_CHUNKS_PER_S:,} chunks a second, round trip p50 below "
-        f"{TARGET_ROUND_TRIP_S * 1e3:g} ms, CPU flat within {TARGET_GROWTH:g}x from 10 to 10,000 live grants)"
+        f"{TARGET_ROUND_TRIP_S * 1e3:g} ms, CPU flat within {TARGET_GROWTH:g}x from 10 to 10,000 live grants, "
+        f"{IDLE_SESSIONS} idle sessions below {TARGET_IDLE_SHARE:.0%} of a core)"
     )
-    for part in (measure_memory, measure_growth, measure_tls, measure_waiting, measure_ring):
+    for part in (measure_memory, measure_growth, measure_tls, measure_waiting, measure_ring, measure_idle):
         part(report, is_quick=is_quick)
     return report
 

@@ -19,10 +19,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from node_runtime.process_setup import raise_open_files
 from transfer.chunk import ChunkPlan
 from transfer.config import TlsConfig
 from transfer.control.session_channel import SessionControlServer, open_session_client
@@ -37,6 +38,7 @@ from transfer.receive import events as rx
 from transfer.receive.receiver import Receiver
 from transfer.registry.certificates import CertificateFiles
 from transfer.registry.client import TransferControlClient
+from transfer.registry.heartbeat_timer import HeartbeatTimer
 from transfer.registry.security import MutualTls, PlainText, Security
 from transfer.registry.server import TransferControlServicer, serve
 from transfer.ring import StagingAllocator, Watermark
@@ -71,6 +73,8 @@ class Load:
         round_requests: Requests of each round.
         num_rounds: Rounds that are timed, after one that is not.
         num_round_trips: Requests of one chunk, one after another.
+        idle_s: Seconds without any request before the first round, over which CPU time is measured.
+        is_local: Whether control messages use a Unix socket. Otherwise they use TCP, as between machines.
         tls_folder: Where `make_certificates()` has written; empty: gRPC in plain text.
     """
 
@@ -82,6 +86,8 @@ class Load:
     round_requests: int
     num_rounds: int
     num_round_trips: int = 0
+    idle_s: float = 0.0
+    is_local: bool = True
     tls_folder: str = ""
 
     @property
@@ -96,12 +102,16 @@ class Samples:
 
     Attributes:
         resident_bytes: Of (writers' process, target's process), first before the first round.
+        idle_cpu_s: CPU seconds in a second without requests of (writers' process, target's process).
+        num_lost: Sessions that were lost.
     """
 
     chunk_s: list[float]
     cpu_s: list[float]
     round_trip_s: list[float]
     resident_bytes: list[tuple[int, int]]
+    idle_cpu_s: tuple[float, float]
+    num_lost: int
 
 
 class Writer:
@@ -111,7 +121,7 @@ class Writer:
         self, loop: asyncio.AbstractEventLoop, session: int, send: Callable[[bytes], object], *, ring_bytes: int, name: str
     ) -> None:
         self._loop = loop
-        self._session = session
+        self.session = session
         self._send = send
         self._name = name
         self._numbers = itertools.count()
@@ -149,7 +159,7 @@ class Writer:
 
     def _start(self, num_chunks: int) -> str:
         request_id = f"{self._name}-{next(self._numbers)}:{num_chunks}"
-        routed = (SessionRoute(route=ROUTE, session=self._session),)
+        routed = (SessionRoute(route=ROUTE, session=self.session),)
         self._pump.feed(tx.OutgoingStarted(request=RankRequest(**_request(request_id), routes=routed)))
         return request_id
 
@@ -157,10 +167,14 @@ class Writer:
         message = decode(payload)
         if isinstance(message, GrantsIssued):
             self.num_granted += len(message.grants)
-        self._pump.feed(tx.MessageArrived(session=self._session, message=message))
+        self._pump.feed(tx.MessageArrived(session=self.session, message=message))
+
+    @property
+    def is_in_use(self) -> bool:
+        return not self._machine.is_idle
 
     def on_watermark(self, watermark: Watermark) -> None:
-        self._pump.feed(tx.WatermarkArrived(session=self._session, watermark=watermark))
+        self._pump.feed(tx.WatermarkArrived(session=self.session, watermark=watermark))
 
     def close(self) -> None:
         self._pump.close()
@@ -214,6 +228,9 @@ class Target:
             is_idle=lambda: self._machine.is_idle,
             tick=rx.Tick(),
         )
+
+    def sessions_in_use(self) -> set[int]:
+        return self._machine.sessions_in_use
 
     def open(self, session: int) -> None:
         self._pump.feed(rx.ReceiverSessionOpened(session=session, incarnation=life_of(session), is_one_sided=False))
@@ -353,6 +370,7 @@ def instance(incarnation: int) -> Instance:
 
 async def between_two_processes(load: Load) -> Samples:
     """This process is the decode rank; the prefill ranks are a child, which measures and prints its result."""
+    raise_open_files()
     loop = asyncio.get_running_loop()
     ring_bytes = load.ring_chunks * CHUNK_BYTES
     control = SessionControlServer("tcp://127.0.0.1:0", keys=new_key_pair(), max_payload_bytes=MAX_MESSAGE_BYTES)
@@ -370,7 +388,7 @@ async def between_two_processes(load: Load) -> Samples:
             ring_capacity_bytes=ring_bytes,
             control_address=control.address,
             control_key=control.public_key,
-            local_control_address=control.local_address,
+            local_control_address=control.local_address if load.is_local else "",
             heartbeat_s=servicer.heartbeat_s,
             protocol_version=PROTOCOL_VERSIONS[-1],
             probe_bytes=1,
@@ -382,6 +400,8 @@ async def between_two_processes(load: Load) -> Samples:
         ring_capacity_bytes=ring_bytes,
         on_attach=attach,
         on_session_lost=lambda _, reason: lost.append(reason),
+        sessions_in_use=target.sessions_in_use,
+        max_sessions=load.num_peers,
     )
     control.watch(loop, lambda received: target.on_payload(received.peer, received.payload))
     server = await serve("127.0.0.1", 0, transfer_control=servicer, security=_security(load))
@@ -404,15 +424,23 @@ async def between_two_processes(load: Load) -> Samples:
 
 async def run_writers(address: str, load: Load) -> Samples:
     """The child: attach as many as there are to be, then measure."""
+    raise_open_files()
+    writers: list[Writer] = []
+    lost: list[str] = []
+    timer = HeartbeatTimer(lambda: [writer.session for writer in writers if writer.is_in_use])
     async with AsyncExitStack() as stack:
-        writers = [await _attached(address, session, stack, _security(load)) for session in range(1, load.num_peers + 1)]
+        for session in range(1, load.num_peers + 1):
+            writers.append(await _attached(address, session, stack, _security(load), timer, lost))
         if load.num_held:
             await writers[0].hold(load.num_held)
         for number in range(load.num_gaps):
             writer = writers[number % len(writers)]
             await writer.hold(1)
             await writer.move(1)
-        return await _measure(writers, load)
+        samples = await _measure(writers, load)
+        if lost and not load.idle_s:
+            sys.exit(f"a session was lost: {lost[0]}")
+        return replace(samples, num_lost=len(lost))
 
 
 def make_certificates(folder: Path) -> None:
@@ -435,7 +463,9 @@ def _security(load: Load) -> Security:
     return MutualTls(files=CertificateFiles(tls, is_server=True), peer_names=(_TLS_NAME,))
 
 
-async def _attached(address: str, session: int, stack: AsyncExitStack, security: Security) -> Writer:
+async def _attached(
+    address: str, session: int, stack: AsyncExitStack, security: Security, timer: HeartbeatTimer, lost: list[str]
+) -> Writer:
     client = TransferControlClient(address, security=security)
     stack.push_async_callback(client.close)
     keys = new_key_pair()
@@ -467,7 +497,8 @@ async def _attached(address: str, session: int, stack: AsyncExitStack, security:
         ring_capacity_bytes=ring_bytes,
         heartbeat_s=attached.heartbeat_s,
         on_watermark=writer.on_watermark,
-        on_lost=lambda reason: sys.exit(f"session {session} was lost: {reason}"),
+        on_lost=lost.append,
+        timer=timer,
     )
     stack.push_async_callback(watch.wait_closed)
     stack.callback(watch.close)
@@ -476,6 +507,7 @@ async def _attached(address: str, session: int, stack: AsyncExitStack, security:
 
 async def _measure(writers: Sequence[Writer], load: Load) -> Samples:
     both = (os.getpid(), os.getppid())
+    idle_cpu_s = await _idle_cpu_s(both, load.idle_s) if load.idle_s else (0.0, 0.0)
     chunk_s: list[float] = []
     cpu_s: list[float] = []
     resident: list[tuple[int, int]] = []
@@ -498,7 +530,18 @@ async def _measure(writers: Sequence[Writer], load: Load) -> Samples:
         await writer.move(1)
         round_trip_s.append(time.perf_counter() - writer.asked_at_s)
         await asyncio.sleep(0.001)
-    return Samples(chunk_s=chunk_s, cpu_s=cpu_s, round_trip_s=round_trip_s, resident_bytes=resident)
+    return Samples(
+        chunk_s=chunk_s, cpu_s=cpu_s, round_trip_s=round_trip_s, resident_bytes=resident, idle_cpu_s=idle_cpu_s, num_lost=0
+    )
+
+
+async def _idle_cpu_s(both: tuple[int, int], seconds: float) -> tuple[float, float]:
+    await asyncio.sleep(seconds / 2)  # heartbeats grow rare
+    begun_s, before = time.monotonic(), [_cpu_s(pid) for pid in both]
+    await asyncio.sleep(seconds)
+    elapsed_s = time.monotonic() - begun_s
+    first, second = ((_cpu_s(pid) - cpu_s) / elapsed_s for pid, cpu_s in zip(both, before, strict=True))
+    return first, second
 
 
 def _cpu_s(pid: int) -> float:

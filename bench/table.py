@@ -9,7 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bench.control import TARGET_CHUNKS_PER_S, TARGET_GROWTH, TARGET_GROWTH_BYTES, TARGET_PAIRS_PER_S, TARGET_ROUND_TRIP_S
+from bench.control import (
+    IDLE_SESSIONS,
+    MOST_SESSIONS,
+    TARGET_CHUNKS_PER_S,
+    TARGET_GROWTH,
+    TARGET_GROWTH_BYTES,
+    TARGET_IDLE_SHARE,
+    TARGET_PAIRS_PER_S,
+    TARGET_ROUND_TRIP_S,
+)
 from bench.decode_leader import LEADER_CPU, TARGET_TOKENS_PER_S, TOKENS_PER_S
 from bench.idle import TARGET_SHARE
 from bench.lone_request import FIRST_TOKEN
@@ -93,7 +102,7 @@ BUDGET_S = 355.0
 
 RUNS = (
     Run(module="pool_to_pool", arguments=("--lanes", "ucx", "nixl", "--in-flight", "1", "4"), timeout_s=90.0),
-    Run(module="control", timeout_s=120.0),
+    Run(module="control", timeout_s=300.0),
     Run(module="pages", timeout_s=45.0),
     Run(module="idle", timeout_s=90.0),
     Run(module="lone_request", timeout_s=90.0),
@@ -150,6 +159,24 @@ def _control(content: Content) -> list[Outcome]:
             bound="below",
             unit="ms",
             note=f"p99 {trip['p99_s'] * 1e3:.3g} ms",
+        ),
+        *(
+            Outcome(
+                what=f"idle CPU of a rank with {IDLE_SESSIONS} sessions{where}",
+                measured=content[name] * 100,
+                limit=TARGET_IDLE_SHARE * 100,
+                bound="below",
+                unit="% of a core",
+            )
+            for where, name in (("", "idle_share"), (", control messages over TCP", "idle_share_tcp"))
+        ),
+        Outcome(
+            what=f"sessions lost, of {MOST_SESSIONS:,}",
+            measured=content["sessions_lost"],
+            limit=0,
+            bound="exactly",
+            unit="sessions",
+            note=f"idle: {content['idle_share_most']:.1%} of a core",
         ),
     ]
     for what, kind in (
