@@ -26,7 +26,7 @@ _FIRST_ANSWER_KEY = 1 << 40
 _ANSWER = ByteRange(begin=0, end=1)
 _ANSWER_BYTES = 4096  # of memory beside what is written, for the answers of two-sided transports
 
-LANES = ("ucx", "ucx/shm", "ucx/net", "nixl", "cuda_ipc/copy", "cuda_ipc/fused")
+LANES = ("shm", "ucx", "ucx/shm", "ucx/net", "nixl", "cuda_ipc/copy", "cuda_ipc/fused")
 """A transport, and what there is to choose of it."""
 
 
@@ -49,6 +49,10 @@ def open_transport(lane: str, device: str) -> Transport:
             from transfer.transport.nixl import NixlTransport
 
             return NixlTransport()
+        case "shm":
+            from transfer.transport.shm import ShmTransport
+
+            return ShmTransport()
         case _:
             from transfer.transport.cuda_ipc import CudaIpcTransport
 

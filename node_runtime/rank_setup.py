@@ -28,12 +28,13 @@ if TYPE_CHECKING:  # leaders load no torch
     from transfer.copy.kernel_choice import Kernels
     from transfer.transport.sessions import PeerTransport
 
-_LIBRARIES: Final = {
+_LIBRARIES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
+    "shm": ((), ""),
     "ucx": (("ucxx",), "'kvferry[ucx-cu13]' (or ucx-cu12)"),
     "nixl": (("nixl_cu13", "nixl_cu12"), "'kvferry[nixl]' (or nixl-cu12)"),
     "cuda_ipc": (("cuda.bindings",), "'kvferry[cuda-ipc]'"),
 }
-"""Transport -> modules, of which it needs one, and the extras that install them."""
+"""Transport -> modules, of which it needs one, and the extras that install them. `shm` needs none."""
 
 
 def check_before_start(config: AnyNode) -> AnyNode:
@@ -94,8 +95,10 @@ def _check_transport(config: NodeConfig) -> None:
         )
     if name == "cuda_ipc" and config.device != "cuda":
         raise ConfigError(f"transport.name is cuda_ipc, which joins GPUs, and device is {config.device}: choose ucx or nixl")
+    if name == "shm" and config.device != "cpu":
+        raise ConfigError(f"transport.name is shm, which joins pools in host memory, and device is {config.device}: choose auto")
     if name == "auto":
-        usable = [name for name in _LIBRARIES if name != "cuda_ipc" or config.device == "cuda"]
+        usable = [name for name in _LIBRARIES if name != "shm" and (name != "cuda_ipc" or config.device == "cuda")]
         if not any(_has_library(name) for name in usable):
             raise ConfigError(
                 "transport.name is auto, and no transport is installed: pip install "
@@ -108,7 +111,8 @@ def _check_transport(config: NodeConfig) -> None:
 
 
 def _has_library(transport: str) -> bool:
-    return any(map(_is_installed, _LIBRARIES[transport][0]))
+    modules = _LIBRARIES[transport][0]
+    return not modules or any(map(_is_installed, modules))
 
 
 def _is_installed(module: str) -> bool:
@@ -153,6 +157,12 @@ def _open_one(
             from transfer.transport.nixl import NixlTransport
 
             return NixlTransport(lane=config.nixl.lane, backend=config.nixl.backend, options=options)
+        case "shm":
+            from transfer.transport.shm import ShmTransport
+
+            if device_index is not None:
+                raise ConfigError("transport shm joins pools in host memory, and the pool is on a GPU: choose auto")
+            return ShmTransport()
         case "cuda_ipc":
             from transfer.transport.cuda_ipc import CudaIpcTransport
 
@@ -173,7 +183,7 @@ def _open_auto(config: TransportConfig, options: Mapping[str, str] | None, devic
     lanes = {"ucx": config.ucx.lane, "nixl": config.nixl.lane}
     members: dict[str, PeerTransport[Any, Any]] = {}
     unusable: dict[str, str] = {}
-    for name in ("cuda_ipc", "ucx", "nixl"):
+    for name in ("shm" if device_index is None else "cuda_ipc", "ucx", "nixl"):
         modules, extras = _LIBRARIES[name]
         if not _has_library(name):
             unusable[name] = f"{' or '.join(modules)} is not installed: pip install {extras}"
@@ -181,6 +191,8 @@ def _open_auto(config: TransportConfig, options: Mapping[str, str] | None, devic
             unusable[name] = f"transport.{name}.lane is {lanes[name]}, and shm of the other transport asks for shared memory"
         elif name == "cuda_ipc" and set(lanes.values()) == {"net"}:
             unusable[name] = "transport.ucx.lane and transport.nixl.lane are net, so ranks of one host use the network, too"
+        elif name == "shm" and "net" in lanes.values():
+            unusable[name] = "transport.ucx.lane or transport.nixl.lane is net, so ranks of one host use the network, too"
         elif name == "nixl" and device_index is None and not has_rdma and "ucx" in members:
             unusable[name] = "this host has no RDMA device, and ucx is faster without one"  # an agent takes 0.4 s to open
         else:

@@ -117,7 +117,7 @@ SPANS: Final = (
         name="kvferry.gather",
         recorded_by="prefill ranks",
         parent="kvferry.send",
-        meaning="pages to staging memory; over cuda_ipc straight into the ring",
+        meaning="pages to staging memory; over cuda_ipc and shm straight into the ring",
         attributes=("chunk", "route", "bytes"),
     ),
     SpanSpec(

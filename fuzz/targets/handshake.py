@@ -16,6 +16,7 @@ from transfer.transport.cuda_ipc_blob import HANDLE_BYTES, NAME, Answered
 from transfer.transport.liveness import PipeAddress
 from transfer.transport.mapped_blob import TOKEN_BYTES, MappedPlace, Offered
 from transfer.transport.peer import ProcessIdentity, can_read_memory_of, field_of, pack_blob, unpack_blob
+from transfer.transport.shm_blob import ShmAnswer
 
 TOKEN = bytes(range(TOKEN_BYTES))
 IDENTITY = ProcessIdentity(host="host", boot_id="boot", pid_namespace=4026531836, pid=77)
@@ -26,13 +27,14 @@ NOBODY = 2**22 + 1
 
 def check(data: bytes) -> None:
     errors: list[ConfigError] = []
-    for read in (_ucx_offer, _ucx_answer, _offer, _answer):
+    readers = (_ucx_offer, _ucx_answer, _offer, _answer, _shm_answer)
+    for read in readers:
         try:
             read(data)
         except ConfigError as error:
             errors.append(error)
-    if len(errors) == 4:
-        raise errors[data[0] % 4 if data else 0]
+    if len(errors) == len(readers):
+        raise errors[data[0] % len(readers) if data else 0]
 
 
 def _offer(data: bytes) -> None:
@@ -47,6 +49,13 @@ def _answer(data: bytes) -> None:
     _check_place(answered.place)
     require(len(answered.handle) == HANDLE_BYTES, "a handle of another length")
     require(Answered.from_blob(answered.to_blob(), token=TOKEN) == answered, "an answer does not survive the wire")
+
+
+def _shm_answer(data: bytes) -> None:
+    answered = ShmAnswer.from_blob(data, token=TOKEN)
+    _check_place(answered.place)
+    require(0 <= answered.fd < 2**31 and 0 < answered.inode < 2**64, "a file out of range")
+    require(ShmAnswer.from_blob(answered.to_blob(), token=TOKEN) == answered, "an answer does not survive the wire")
 
 
 def _check_place(place: MappedPlace) -> None:
@@ -94,6 +103,7 @@ def seeds() -> list[bytes]:
         pack_blob("ucx", 1, "answer", answer),
         Offered(transport=NAME, line=LINE, token=TOKEN).to_blob(),
         answered.to_blob(),
+        ShmAnswer(place=place, fd=12, inode=4242).to_blob(),
     ]
 
 
@@ -124,6 +134,7 @@ TARGET = Target(
         "transfer.transport.peer",
         "transfer.transport.mapped_blob",
         "transfer.transport.cuda_ipc_blob",
+        "transfer.transport.shm_blob",
         "transfer.transport.liveness",
     ),
     check=check,

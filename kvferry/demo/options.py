@@ -28,7 +28,7 @@ class DemoOptions:
     decode_page_size: Annotated[int, typer.Option(help="Tokens per page of the decode tier.")] = 32
     prefill_order: Annotated[str, typer.Option(help="Order inside the prefill tier's pages: NHD or HND.")] = "NHD"
     decode_order: Annotated[str, typer.Option(help="Order inside the decode tier's pages: NHD or HND.")] = "NHD"
-    transport: Annotated[str, typer.Option(help="Data plane: auto, ucx, nixl, or cuda_ipc between GPUs.")] = "auto"
+    transport: Annotated[str, typer.Option(help="Data plane: auto, shm, ucx, nixl, or cuda_ipc between GPUs.")] = "auto"
     device: Annotated[str, typer.Option(help="cpu or cuda: a GPU for each rank; the tiers share where there are too few.")] = (
         "cpu"
     )

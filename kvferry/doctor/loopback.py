@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import mmap
 import os
 import subprocess
 import sys
@@ -35,7 +34,7 @@ class LoopbackResult:
 
 
 def measure_loopback(transport: str) -> LoopbackResult:
-    """Transfer 64 MiB a few times between two new processes over "ucx", "nixl" or "cuda_ipc".
+    """Transfer 64 MiB a few times between two new processes over "shm", "ucx", "nixl" or "cuda_ipc".
 
     Raises:
         EngineError: The transfer failed.
@@ -70,6 +69,10 @@ def _open(name: str, *, is_target: bool) -> tuple[Transport, Any]:
             from transfer.transport.ucx import UcxTransport
 
             return UcxTransport(), _host_memory()
+        case "shm":
+            from transfer.transport.shm import ShmTransport
+
+            return ShmTransport(), _host_memory()
         case "nixl":
             from transfer.transport.nixl import NixlTransport
 
@@ -84,10 +87,12 @@ def _open(name: str, *, is_target: bool) -> tuple[Transport, Any]:
 
 
 def _host_memory() -> Any:
-    """Return shared memory, as the rings of host pools for `nixl` are; every page is touched."""
+    """Return shared memory, as the rings of host pools are; every page is touched."""
     import numpy as np
 
-    memory = np.frombuffer(mmap.mmap(-1, NUM_BYTES), dtype=np.uint8)
+    from transfer.transport.shared_memory import shared_memory
+
+    memory = np.frombuffer(shared_memory(NUM_BYTES), dtype=np.uint8)
     memory[:] = 0
     return memory
 

@@ -221,7 +221,13 @@ def looked(*, offset_s: float = 0.0, http_error: str = "", **fields: Any) -> Nod
         ),
         (looked(offset_s=-0.6), "clock", State.WARN, "-600.0 ms", "timedatectl"),
         (looked(instance=pb.InstanceInfo(protocol_versions=[98, 99])), "protocol", State.FAIL, "[98, 99] there", "version 99"),
-        (looked(instance=pb.InstanceInfo(transport="cuda_ipc")), "transport", State.WARN, "has ucx, nixl", "kvferry[cuda-ipc]"),
+        (
+            looked(instance=pb.InstanceInfo(transport="cuda_ipc")),
+            "transport",
+            State.WARN,
+            "has ucx, nixl",
+            "kvferry[cuda-ipc]",
+        ),
     ],
 )
 def test_what_is_not_well_comes_with_its_fix(look: NodeLook, which: str, state: State, said: str, fix: str) -> None:

@@ -1,4 +1,4 @@
-"""Two-tier clusters of real processes with sockets and the ucx transport. Fixtures end every process by its id."""
+"""Two-tier clusters of real processes with sockets, over the ucx and shm transports. Fixtures end every process by its id."""
 
 from __future__ import annotations
 
@@ -57,6 +57,13 @@ def steady(model: Path) -> Iterator[LocalCluster]:
     """Return a shared cluster with two ranks per tier. Each test leaves it idle and joined. Ranks may have been restarted."""
     settings = {"restart.backoff_s": 0.1, "restart.max_restarts": 10}
     tier = TierSpec(model=model, tp_size=2, page_size=16, pool_tokens=8192, settings=settings)
-    spec = ClusterSpec(prefill=tier, decode=tier, heartbeat_s=HEARTBEAT_S, start_timeout_s=START_TIMEOUT_S, log_level="debug")
+    spec = ClusterSpec(
+        prefill=tier,
+        decode=tier,
+        transport="ucx",  # two-sided, where most other clusters use shm
+        heartbeat_s=HEARTBEAT_S,
+        start_timeout_s=START_TIMEOUT_S,
+        log_level="debug",
+    )
     with running(spec) as cluster:
         yield cluster

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.transport.cuda_ipc_ends import Place, Remote, attach
-from tests.transport.cuda_ipc_scenarios import *  # noqa: F403
-from tests.transport.cuda_ipc_scenarios import Make, MiB, Places
+from tests.transport.mapped_ends import Place, Remote, attach
+from tests.transport.mapped_scenarios import *  # noqa: F403
+from tests.transport.mapped_scenarios import Make, MiB, Places
 from transfer.pool.staging import StagingBuffer
 
 ROOT = Path(__file__).resolve().parents[2]

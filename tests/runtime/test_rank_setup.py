@@ -119,27 +119,37 @@ def test_speculative_decoding_of_a_recurrent_model_is_refused(tmp_path: Path) ->
         check_before_start(DecodeNodeConfig.model_validate(settings | {"speculative": {"method": "ngram"}}))
 
 
-@pytest.mark.parametrize("name", ["ucx", "nixl"])
+@pytest.mark.parametrize("name", ["shm", "ucx", "nixl"])
 def test_the_configured_transport_is_opened(model: Path, name: str) -> None:
     transport = open_transport(config(model, name=name).transport, host="127.0.0.1")
     assert transport.name == name
     transport.close()
 
 
-def test_without_rdma_a_cpu_rank_opens_ucx_or_else_nixl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rdma_a_cpu_rank_opens_shm_and_ucx_or_else_nixl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer.transport.nixl_library.RDMA_DEVICES", tmp_path)
     transport = open_transport(TransportConfig(), host="127.0.0.1")
-    assert transport.names == ("ucx",), "an agent of nixl takes time, and ucx is faster without RDMA"
+    assert transport.names == ("shm", "ucx"), "an agent of nixl takes time, and ucx is faster without RDMA"
     transport.close()
     has_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == "ucxx" else has_spec(module))
     transport = open_transport(TransportConfig(), host="127.0.0.1")
-    assert transport.names == ("nixl",)
+    assert transport.names == ("shm", "nixl")
     transport.close()
 
 
-def test_a_shared_memory_lane_leaves_out_transports_that_could_use_the_network() -> None:
-    config = TransportConfig.model_validate({"ucx": {"lane": "shm"}})
+@pytest.mark.parametrize(("lane", "names"), [("shm", ("shm", "ucx")), ("net", ("ucx",))])
+def test_a_fixed_lane_leaves_out_transports_of_another_kind(
+    lane: str, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`shm` leaves out those that could use the network, and `net` those that never use it."""
+    monkeypatch.setattr("transfer.transport.nixl_library.RDMA_DEVICES", tmp_path)
+    config = TransportConfig.model_validate({"ucx": {"lane": lane}})
     transport = open_transport(config, host="127.0.0.1")
-    assert transport.names == ("ucx",)
+    assert transport.names == names
     transport.close()
+
+
+def test_shm_is_refused_for_a_pool_on_a_gpu(model: Path) -> None:
+    with pytest.raises(ConfigError, match="transport shm joins pools in host memory, and the pool is on a GPU: choose auto"):
+        open_transport(config(model, name="shm").transport, host="127.0.0.1", device_index=0)

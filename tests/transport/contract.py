@@ -15,6 +15,7 @@ from tests.transport.payload import Bytes, noise, ring_of
 from transfer.transport.base import ByteRange, LocalMemory, Session, Transport
 from transfer.transport.inproc import InprocHub, InprocTransport
 from transfer.transport.nixl import NixlTransport
+from transfer.transport.shm import ShmTransport
 from transfer.transport.ucx import UcxTransport
 
 
@@ -36,10 +37,11 @@ KINDS: dict[str, Callable[[], tuple[Transport, Transport]]] = {
     "nixl-shm": lambda: (NixlTransport(lane="shm"), NixlTransport(lane="shm")),
     "nixl-net": lambda: (NixlTransport(lane="net"), NixlTransport(lane="net")),
     "cuda_ipc-twin": _twin,
+    "shm": lambda: (ShmTransport(), ShmTransport()),
 }
 UCX = [kind for kind in KINDS if kind.startswith("ucx")]
 NIXL = [kind for kind in KINDS if kind.startswith("nixl")]
-ONE_SIDED = ["inproc-one-sided", *NIXL, "cuda_ipc-twin"]
+ONE_SIDED = ["inproc-one-sided", *NIXL, "cuda_ipc-twin", "shm"]
 TWO_SIDED = [kind for kind in KINDS if kind not in ONE_SIDED]
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
-
 import numpy as np
 import numpy.typing as npt
 
 from transfer.transport.base import ByteRange
+from transfer.transport.shared_memory import shared_memory
 
 Bytes = npt.NDArray[np.uint8]
 PATTERN = 0xA5
@@ -18,8 +17,8 @@ def rng(begin: int, end: int) -> ByteRange:
 
 
 def ring_of(num_bytes: int) -> Bytes:
-    """One shared mapping, as a rank's ring is where its transport asks for that, filled with `PATTERN`."""
-    ring = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
+    """Memory that other processes can map, as a rank's ring is where its transport asks for that, filled with `PATTERN`."""
+    ring = np.frombuffer(shared_memory(num_bytes), dtype=np.uint8)
     ring[:] = PATTERN
     return ring
 

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.transport.payload import ring_of
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportError
 from transfer.transport.auto import AutoTransport, obstacle_of
 from transfer.transport.base import ByteRange, Session
 from transfer.transport.nixl import NixlTransport
 from transfer.transport.peer import pack_blob, unpack_blob
 from transfer.transport.sessions import PeerTransport
+from transfer.transport.shm import ShmTransport
 from transfer.transport.ucx import UcxTransport
 
 HAS_BOTH = all(importlib.util.find_spec(name) for name in ("ucxx", "nixl_cu13"))
@@ -65,9 +67,9 @@ def opened() -> Iterator[list[Any]]:
     gc.collect()
 
 
-def moved(writer: Any, target: Any) -> tuple[Session, Session]:
+def moved(writer: Any, target: Any, *, is_mappable: bool = False) -> tuple[Session, Session]:
     """Attach, move bytes, and return both sessions."""
-    source, ring = np.arange(SIZE, dtype=np.uint8), np.zeros(SIZE, dtype=np.uint8)
+    source, ring = np.arange(SIZE, dtype=np.uint8), ring_of(SIZE) if is_mappable else np.zeros(SIZE, dtype=np.uint8)
     source_memory, ring_memory = writer.register(source), target.register(ring)
     offer = writer.offer_to(target.names)
     at_target, answer = target.accept(offer.blob, ring_memory)
@@ -119,6 +121,15 @@ def test_a_failed_offer_does_not_prevent_the_others(opened: list[Any]) -> None:
     works.offer = fail  # type: ignore[method-assign]
     with pytest.raises(TransportError, match="no transport can be offered: cuda_ipc: out of handles; ucx: out of handles"):
         writer.offer_to(target.names)
+
+
+def test_host_memory_of_one_machine_is_mapped_and_ucx_carries_what_cannot_be(opened: list[Any]) -> None:
+    writer, target = auto(ShmTransport(), ucx()), auto(ucx(), ShmTransport())
+    old = auto(ucx())  # as of a release that does not know shm
+    opened += [writer, target, old]
+    assert moved(writer, target, is_mappable=True)[0].lane == "shm"
+    assert moved(writer, target)[0].lane == "ucx/shm"
+    assert moved(writer, old)[0].lane == moved(old, target)[0].lane == "ucx/shm"
 
 
 def test_after_a_failed_attach_the_next_attempt_uses_another_transport(opened: list[Any]) -> None:

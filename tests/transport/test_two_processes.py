@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.transport.cuda_ipc_ends import Place, attach, remotes
 from tests.transport.ends import Ends, exchange
+from tests.transport.mapped_ends import Place, attach, remotes
 from tests.transport.payload import rng
 from transfer.errors import ConfigError
 from transfer.transport.inproc import InprocHub, InprocTransport

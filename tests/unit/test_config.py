@@ -122,7 +122,7 @@ def test_a_config_is_immutable_and_travels_to_rank_processes() -> None:
         ("pool.page_size=x", "pool.page_size is x (from --set); it must be a whole number"),
         (
             "transport.name=rdma",
-            "transport.name is rdma (from --set); it must be one of 'auto', 'ucx', 'inproc', 'nixl' or 'cuda_ipc'",
+            "transport.name is rdma (from --set); it must be one of 'auto', 'shm', 'ucx', 'inproc', 'nixl' or 'cuda_ipc'",
         ),
         (
             "transport.cuda_ipc.handles=fabric",

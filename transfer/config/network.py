@@ -79,11 +79,11 @@ class NixlConfig(Section):
 class TransportConfig(Section):
     """The data plane. The two tiers need a transport in common."""
 
-    name: Literal["auto", "ucx", "inproc", "nixl", "cuda_ipc"] = Field(
+    name: Literal["auto", "shm", "ucx", "inproc", "nixl", "cuda_ipc"] = Field(
         default="auto",
         description=(
-            "Transport of the KV. auto chooses for each pair of ranks: cuda_ipc between GPUs with peer access, nixl with RDMA, "
-            "otherwise ucx or nixl. inproc works only within one process."
+            "Transport of the KV. auto chooses for each pair of ranks: cuda_ipc between GPUs with peer access, shm between pools "
+            "in host memory of one machine, nixl with RDMA, otherwise ucx or nixl. inproc works only within one process."
         ),
     )
     ucx: UcxConfig = Field(default_factory=UcxConfig, description="Settings of the ucx transport.")

@@ -175,10 +175,11 @@ static void add_stripes(Copy *copy, const char *stripes, int64_t count) {
 }
 
 #if defined(WITH_AVX2)
-/* `size` is a multiple of a stripe, and `to` of 32. */
-WITH_AVX2 static void stream(char *to, const char *from, int64_t size) {
+/* `size` is a multiple of a stripe, and `to` of 32. Bytes up to `readable` follow at `from`. */
+WITH_AVX2 static void stream(char *to, const char *from, int64_t size, int64_t readable) {
     for (int64_t i = 0; i < size; i += STRIPE) {
-        _mm_prefetch(from + i + PREFETCH_BYTES, _MM_HINT_T0);
+        if (i + PREFETCH_BYTES < readable)
+            _mm_prefetch(from + i + PREFETCH_BYTES, _MM_HINT_T0);
         __m256i low = _mm256_loadu_si256((const __m256i *)(from + i)), high = _mm256_loadu_si256((const __m256i *)(from + i + 32));
         _mm256_stream_si256((__m256i *)(to + i), low);
         _mm256_stream_si256((__m256i *)(to + i + 32), high);
@@ -201,7 +202,7 @@ static void copy_run(Copy *copy, char *pool, int64_t size) {
         int64_t now = size - done < STEP_BYTES ? (size - done) / STRIPE * STRIPE : STEP_BYTES;
 #if defined(WITH_AVX2)
         if (copy->is_streaming && (uintptr_t)(to + done) % 32 == 0)
-            stream(to + done, from + done, now);
+            stream(to + done, from + done, now, size - done);
         else
 #endif
             memcpy(to + done, from + done, (size_t)now);
@@ -211,6 +212,12 @@ static void copy_run(Copy *copy, char *pool, int64_t size) {
     }
     memcpy(to + done, from + done, (size_t)(size - done));
     copy->position += size;
+}
+
+/* The next run of a gather lies elsewhere, where no hardware prefetches it. */
+static void prefetch_run(const char *pool, int64_t size) {
+    for (int64_t i = 0; i < size && i < PREFETCH_BYTES; i += STRIPE)
+        __builtin_prefetch(pool + i);
 }
 
 static void copy_buffer(Copy *copy, const Buffer *buffer, const int64_t *pages, int64_t page_size) {
@@ -223,6 +230,8 @@ static void copy_buffer(Copy *copy, const Buffer *buffer, const int64_t *pages, 
         char *place = (char *)(intptr_t)buffer->pool + pages[token / page_size] * buffer->page_stride + first * buffer->token_stride;
         token += count;
         if (is_whole) {
+            if (copy->is_gather && token < buffer->end)
+                prefetch_run((char *)(intptr_t)buffer->pool + pages[token / page_size] * buffer->page_stride, page_size * buffer->piece_bytes);
             copy_run(copy, place, count * buffer->piece_bytes);
             continue;
         }

@@ -350,7 +350,7 @@ NODE_METRICS: Final = (*REQUEST_METRICS, *NODE_STATE_METRICS, *OFFLOAD_METRICS, 
 _LINK: Final[tuple[Label, ...]] = (
     ("prefill_rank", "ranks of the prefill node"),
     ("decode_rank", "ranks of the decode node"),
-    ("lane", "transport/way, such as ucx/shm, ucx/net, nixl/shm, nixl/net, nixl/ipc, cuda_ipc/direct"),
+    ("lane", "transport/way, such as shm, ucx/shm, ucx/net, nixl/shm, nixl/net, nixl/ipc, cuda_ipc/fused"),
 )
 _DIRECTION: Final[Label] = ("direction", ("save", "load", "copy"))
 _BLOCK_STATE: Final[Label] = ("state", ("selected", "skipped"))

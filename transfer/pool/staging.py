@@ -14,6 +14,7 @@ from torch import Tensor
 
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.transport.base import REGION_ALIGNMENT_BYTES
+from transfer.transport.shared_memory import shared_memory
 
 _PART_BYTES: Final = 32 << 20
 """The least that a thread touches: for less, one is not worth its start."""
@@ -32,10 +33,9 @@ def zeroed_bytes(num_bytes: int, device: torch.device | str = "cpu", *, is_share
         memory = torch.zeros(num_bytes + REGION_ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
         start = -memory.data_ptr() % REGION_ALIGNMENT_BYTES
         return memory[start : start + num_bytes]
-    # Anonymous: zero, page-aligned, given back with the last tensor that views it.
-    flags = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
+    # Zero, page-aligned, given back with the last tensor that views it.
     try:
-        region = mmap.mmap(-1, num_bytes, flags=flags | mmap.MAP_ANONYMOUS)
+        region = shared_memory(num_bytes) if is_shared else mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryPlanError(f"the system refused {num_bytes} bytes of host memory: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -72,8 +72,8 @@ class StagingBuffer:
         mem_pool: Pool of the caller to allocate from, on a GPU only, for example one whose allocator makes memory that a network
             card or other hosts can map. A peer that maps the buffer over CUDA IPC then also maps what else the pool keeps in the
             same allocation. None means a private pool.
-        is_shared: Host memory only: a shared mapping. A one-sided transport can offer a second mapping of it to each peer and
-            revoke that again (`transfer.transport.nixl_revocation`). It costs huge pages.
+        is_shared: Host memory only: memory that other processes can map (`transfer.transport.shared_memory`). The one-sided
+            transports need it. It costs huge pages.
     """
 
     def __init__(

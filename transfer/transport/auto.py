@@ -4,11 +4,12 @@ The writer offers every transport that both ends can open. The target tries them
 first that works:
 
 1. ``cuda_ipc``, for GPUs of one host.
-2. ``nixl``, if both hosts have RDMA devices.
-3. ``ucx``: shared memory on one host, otherwise what UCX finds.
-4. ``nixl`` over TCP.
+2. ``shm``, for pools in host memory of one machine.
+3. ``nixl``, if both hosts have RDMA devices.
+4. ``ucx``: shared memory on one host, otherwise what UCX finds.
+5. ``nixl`` over TCP.
 
-Only the writer can find out that its GPU cannot map the target's memory. Then opening the session fails, and the next offer names
+Only the writer can find out that it cannot map the target's memory. Then opening the session fails, and the next offer names
 that target process as unreachable over this transport. So the attempt that follows takes another one. The same holds if the
 writer rejects the answer, or if the probe of the link fails. After a minute, the transport is offered again.
 
@@ -33,7 +34,7 @@ from transfer.transport.registered_memory import Memory
 from transfer.transport.sessions import PeerTransport
 
 AUTO: Final = "auto"
-ORDER: Final = ("cuda_ipc", "nixl", "ucx")
+ORDER: Final = ("cuda_ipc", "shm", "nixl", "ucx")
 _VERSION: Final = 1
 _MOST_UNREACHABLE: Final = 16
 """Limit of remembered failures: a blob can list 32 entries. A new one replaces the oldest, whose transport is offered again."""
@@ -243,6 +244,8 @@ class AutoTransport:
         """Return why each transport before the chosen one was not taken."""
         found = {}
         for name in ORDER[: ORDER.index(chosen)]:
+            if name == "shm" and self.is_device:
+                continue  # host memory only
             if name in skipped:
                 found[name] = "an earlier attempt over it failed"
             elif name in reasons:

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from transfer.transport.base import ByteRange
+from transfer.transport.base import ByteRange, LocalMemory
 from transfer.transport.cuda_ipc_driver import CopyStream, Cuda, CudaError, Mapped
 from transfer.transport.liveness import LivenessPipe, PeerPipe
 from transfer.transport.mapped_session import WriterSession
@@ -93,6 +93,10 @@ class CudaWriterSession(WriterSession[DeviceBuffer]):
     @property
     def has_ended(self) -> bool:
         return self._has_ended
+
+    def uses(self, memory: LocalMemory) -> bool:
+        self.progress()  # copies end by themselves
+        return super().uses(memory)
 
     def _begin_copy(self, memory: DeviceBuffer, source_range: ByteRange, target_range: ByteRange) -> Any:
         source_address = memory.address + source_range.begin

@@ -100,7 +100,6 @@ class WriterSession(PeerSession[_MemoryT]):
     def has_ended(self) -> bool: ...
 
     def uses(self, memory: LocalMemory) -> bool:
-        self.progress()
         return any(copy.memory is memory for copy in self._copies)
 
     @abstractmethod

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.transport.cuda_ipc_ends import Place, Remote, attach
-from tests.transport.cuda_ipc_scenarios import *  # noqa: F403
-from tests.transport.cuda_ipc_scenarios import Make, MiB, Places
 from tests.transport.host_cuda import remove_files
+from tests.transport.mapped_ends import Place, Remote, attach
+from tests.transport.mapped_scenarios import *  # noqa: F403
+from tests.transport.mapped_scenarios import Make, MiB, Places
 from tests.transport.test_cuda_ipc_transport import SIZE, Pair, ends_within, num_descriptors
 from transfer.errors import ConfigError, PeerUnreachable
 from transfer.transport.cuda_ipc_blob import NAME, Answered

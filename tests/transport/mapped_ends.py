@@ -1,4 +1,6 @@
-"""The two ends of a CUDA IPC session, each in a process of its own, told what to do over a pipe; on GPUs or on their twin.
+"""The two ends of a session whose writer maps the target's memory, each in a separate process that takes commands over a pipe.
+
+The memory is on a GPU or its twin (CUDA IPC), or on the host (shared memory).
 
 Between commands a process makes progress all the time, so that it can be killed or stopped in the middle of a write. It is forked
 from a server that has imported torch, so that a new one costs a fraction of a second.
@@ -14,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +24,12 @@ from torch import Tensor
 
 from tests.transport.host_cuda import HostCuda, remove_files
 from transfer.errors import TransferError
+from transfer.pool.staging import zeroed_bytes
 from transfer.transport.base import ByteRange, DirectMemory
 from transfer.transport.cuda_ipc import CudaIpcTransport, Mode
 from transfer.transport.cuda_ipc_driver import process_cuda
+from transfer.transport.shared_memory import region_of
+from transfer.transport.shm import ShmTransport
 
 _ANSWER_S = 60.0  # the first use of a GPU and the compiler take seconds
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
@@ -34,12 +40,14 @@ class Place:
     """Where one end lives.
 
     Attributes:
-        is_gpu: False: on the twin.
+        is_gpu: Whether the memory is on a GPU. Otherwise it is on the twin.
+        is_host: Whether the memory is on the host, for the transport shm.
         device: As the process sees it.
         visible: CUDA_VISIBLE_DEVICES of the process; empty: all.
     """
 
-    is_gpu: bool
+    is_gpu: bool = False
+    is_host: bool = False
     device: int = 0
     visible: tuple[int, ...] = ()
 
@@ -62,12 +70,15 @@ class End:
             torch.cuda.set_device(place.device)
             self._torch_device = f"cuda:{place.device}"
             registrable = self._tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=self._torch_device)
+        elif place.is_host:
+            self._torch_device = "cpu"
+            registrable = self._tensor = zeroed_bytes(num_bytes, is_shared=True)
         else:
             self._twin = HostCuda(visible=place.visible or (0, 1))
             self._torch_device = "cpu"
             registrable = self._twin.allocate(place.device, num_bytes)
             self._tensor = registrable.tensor
-        self._transport = CudaIpcTransport(mode=mode, cuda=self._twin)
+        self._transport: Any = ShmTransport() if place.is_host else CudaIpcTransport(mode=mode, cuda=self._twin)
         self._memory = self._transport.register(registrable)
         self._offer: Any = None
         self._session: Any = None
@@ -185,8 +196,14 @@ class End:
 
     def count(self) -> dict[str, int]:
         """What a session could leak."""
-        cuda = self._twin or process_cuda()
-        return {"fds": len(os.listdir("/proc/self/fd")), "mapped": cuda.num_mapped}
+        if self._place.is_host:
+            own = region_of(self._tensor.data_ptr(), 1)
+            assert own is not None
+            maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:kvferry" in line]
+            num_mapped = sum(int(fields[4]) != own.inode for fields in maps)
+        else:
+            num_mapped = (self._twin or process_cuda()).num_mapped
+        return {"fds": len(os.listdir("/proc/self/fd")), "mapped": num_mapped}
 
     def break_device(self) -> str:
         """Let a kernel fail: the process can use its GPU no more. Returns what CUDA says to that.
@@ -239,7 +256,7 @@ class Remote:
 
     def __init__(self, place: Place, *, mode: Mode = "fused", num_bytes: int = 1 << 20) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transfer.transport.cuda_ipc", "tests.transport.cuda_ipc_ends"])
+        context.set_forkserver_preload(["torch", "tests.transport.mapped_ends"])
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_live, args=(theirs, place, mode, num_bytes), daemon=True)
         self.process.start()

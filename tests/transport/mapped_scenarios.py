@@ -1,4 +1,6 @@
-"""What two processes over CUDA IPC must do, also when one of them dies or freezes; run on GPUs and on their twin.
+"""What two processes must do whose writer maps the target's memory, also when one of them dies or freezes.
+
+They run over CUDA IPC on GPUs and on their twin, and over shared memory.
 
 A module of tests imports the tests from here and gives the fixture `places`. Every end is a process of its own, so a GPU that was
 left in a bad state would be seen and would harm no other test.
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.transport.cuda_ipc_ends import Place, Refused, Remote, attach, remotes
+from tests.transport.mapped_ends import Place, Refused, Remote, attach, remotes
 from transfer.transport.cuda_ipc import Mode
 
 Make = Callable[..., Remote]

@@ -1,0 +1,255 @@
+"""The transport over shared memory in this process: how a mapping ends, and the files that a writer rejects."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed
+from transfer.pool.staging import StagingBuffer, zeroed_bytes
+from transfer.transport.base import ByteRange
+from transfer.transport.mapped_blob import Offered
+from transfer.transport.registered_memory import DeviceBuffer
+from transfer.transport.shared_memory import SEALS, region_of, shared_memory
+from transfer.transport.shm import ShmTransport
+from transfer.transport.shm_blob import ShmAnswer
+
+SIZE = 1 << 20
+
+
+def rng(begin: int, end: int) -> ByteRange:
+    return ByteRange(begin=begin, end=end)
+
+
+class Pair:
+    """Both ends in this process."""
+
+    def __init__(self) -> None:
+        self.writer_transport, self.target_transport = ShmTransport(), ShmTransport()
+        self.source, self.ring = StagingBuffer(SIZE), StagingBuffer(SIZE, is_shared=True)
+        self.source.tensor.copy_(torch.arange(SIZE).to(torch.uint8))
+        self.source_memory = self.writer_transport.register(self.source.tensor)
+        self.ring_memory = self.target_transport.register(self.ring.tensor)
+
+    def attach(self) -> tuple[Any, Any]:
+        offer = self.writer_transport.offer()
+        target, answer = self.target_transport.accept(offer.blob, self.ring_memory)
+        return offer.complete(answer), target
+
+    def close(self) -> None:
+        self.writer_transport.close()
+        self.target_transport.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+def ends_within(session: Any, seconds: float = 60.0) -> bool:
+    """A new session's mapping is prepared on a thread, which keeps it for that long."""
+    ends_at = time.monotonic() + seconds
+    while not session.has_ended and time.monotonic() < ends_at:
+        time.sleep(0.001)
+    return bool(session.has_ended)
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def num_mappings(inode: int) -> int:
+    return sum(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+# How a mapping ends
+
+
+def test_a_gather_under_way_keeps_the_mapping_and_the_quarantine(pair: Pair) -> None:
+    """Its bytes still land after both ends have closed: the ring may be reused only when nothing can store into it any more."""
+    region = region_of(pair.ring.tensor.data_ptr(), SIZE)
+    assert region is not None
+    before = num_descriptors()
+    writer, target = pair.attach()
+    out = writer.direct(rng(100, 200))
+    writer.close()
+    target.close()
+    with pytest.raises(LocalProtocolError, match="may still reach it; close the session and wait until it is over"):
+        pair.target_transport.deregister(pair.ring_memory)
+    part = out[50:]
+    del out
+    part.fill_(9)
+    assert pair.ring.tensor[150:200].eq(9).all() and int(pair.ring.tensor.sum()) == 9 * 50
+    assert not target.is_over and not writer.has_ended
+    del part
+    assert ends_within(writer) and target.is_over
+    assert num_mappings(region.inode) == 1, "the target's own"
+    assert num_descriptors() == before
+    pair.target_transport.deregister(pair.ring_memory)
+
+
+def test_closing_drops_the_rest_of_a_write(pair: Pair) -> None:
+    writer, target = pair.attach()
+    handle = writer.write(pair.source_memory, rng(0, SIZE), rng(0, SIZE), 1)
+    writer.close()
+    with pytest.raises(TransportClosed, match="was closed while key 1 was pending"):
+        handle.poll()
+    assert writer.direct(rng(0, 1)) is None and writer.progress() is False
+    target.close()
+    assert ends_within(target) and not pair.ring.tensor.any()
+    pair.writer_transport.deregister(pair.source_memory)
+
+
+def test_a_child_process_of_the_writer_has_no_mapping(pair: Pair) -> None:
+    region = region_of(pair.ring.tensor.data_ptr(), SIZE)
+    assert region is not None
+    writer, _ = pair.attach()
+    assert num_mappings(region.inode) == 2
+    child = os.fork()
+    if child == 0:
+        os._exit(num_mappings(region.inode))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1, "the ring that its parent has as a target, and no peer's"
+    assert writer.direct(rng(0, 1)) is not None
+
+
+def test_a_ring_is_freed_with_its_last_view() -> None:
+    before = num_descriptors()
+    ring = zeroed_bytes(SIZE, is_shared=True)
+    region = region_of(ring.data_ptr() + 10, SIZE - 10)
+    assert region is not None and num_mappings(region.inode) == 1
+    address = ring.data_ptr()
+    part = ring[5:]
+    del ring
+    assert region_of(address, 1) == region
+    del part
+    assert region_of(address, 1) is None and num_mappings(region.inode) == 0
+    assert num_descriptors() == before
+
+
+def test_no_process_can_change_the_size_of_a_ring() -> None:
+    """A store beyond the end of a file kills the process that makes it."""
+    ring = zeroed_bytes(SIZE, is_shared=True)
+    region = region_of(ring.data_ptr(), SIZE)
+    assert region is not None
+    for num_bytes in (0, SIZE - 1, SIZE + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(region.fd, num_bytes)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(region.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+# Rejected memory
+
+
+def test_memory_that_cannot_be_offered(pair: Pair) -> None:
+    memory = pair.target_transport.register(torch.zeros(8, dtype=torch.uint8))
+    before = num_descriptors()
+    offer = pair.writer_transport.offer()
+    with pytest.raises(ConfigError, match=r"memory of 8 bytes cannot be offered over transport shm.*is_shared=True"):
+        pair.target_transport.accept(offer.blob, memory)
+    offer.close()
+    assert num_descriptors() == before
+
+
+def test_memory_of_a_gpu_is_refused(pair: Pair) -> None:
+    on_device = DeviceBuffer(owner=None, address=4096, num_bytes=8, device_index=0)
+    buffer = SimpleNamespace(device=SimpleNamespace(index=0), __cuda_array_interface__=on_device.__cuda_array_interface__)
+    with pytest.raises(ConfigError, match="transport shm moves host memory, and this is memory of a GPU"):
+        pair.writer_transport.register(buffer)
+
+
+def memfd(num_bytes: int, seals: int) -> int:
+    fd = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, num_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def opened_pipe() -> int:
+    return os.pipe()[0]
+
+
+def opened_file() -> int:
+    return os.open(__file__, os.O_RDONLY)
+
+
+@pytest.mark.parametrize(
+    ("open_fd", "reason"),
+    [
+        (opened_pipe, "is not the memory that its answer names"),
+        (lambda: os.open("/dev/null", os.O_RDWR), "is not the memory that its answer names"),
+        (lambda: os.open("/", os.O_RDONLY), "is not the memory that its answer names"),
+        (opened_file, "is no memory of a fixed size"),
+        (lambda: memfd(SIZE, 0), "is no memory of a fixed size"),
+        (lambda: memfd(SIZE, fcntl.F_SEAL_GROW), "is no memory of a fixed size"),
+        (lambda: memfd(SIZE - 1, SEALS), f"has {SIZE - 1} bytes; its answer offers bytes up to {SIZE}"),
+        (lambda: memfd(SIZE, SEALS), f"has 0 allocated bytes; its answer offers bytes up to {SIZE}"),
+        (lambda: -1, r"cannot be opened \(No such file or directory\)"),
+    ],
+)
+def test_a_file_that_is_no_ring_is_rejected_by_name(pair: Pair, open_fd: Any, reason: str) -> None:
+    """A hostile target names any file of its process: nothing of it is changed, read or mapped."""
+    offer = pair.writer_transport.offer()
+    _, blob = pair.target_transport.accept(offer.blob, pair.ring_memory)
+    good = ShmAnswer.from_blob(blob, token=Offered.from_blob(offer.blob, transport="shm").token)
+    fd = open_fd()
+    hostile = replace(good, fd=fd, inode=os.fstat(fd).st_ino) if fd >= 0 else replace(good, fd=2**31 - 1)
+    before = num_descriptors()
+    with pytest.raises((ConfigError, PeerUnreachable), match=f"descriptor {hostile.fd} of peer process {os.getpid()} {reason}"):
+        offer.complete(hostile.to_blob())
+    assert num_descriptors() == before
+    offer.complete(good.to_blob()).close()
+    if fd >= 0:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"fd": -1}, "field fd of the peer's blob is -1; expected a number in [0, 2**31)"),
+        ({"fd": 2**31}, "field fd of the peer's blob is 2147483648; expected a number in [0, 2**31)"),
+        ({"inode": 0}, "field inode of the peer's blob is 0; expected a number in [1, 2**64)"),
+        ({"fd": "1"}, "field fd of the peer's blob is str; expected int"),
+    ],
+)
+def test_fields_of_another_kind_are_rejected(pair: Pair, changes: dict[str, Any], reason: str) -> None:
+    offer = pair.writer_transport.offer()
+    _, blob = pair.target_transport.accept(offer.blob, pair.ring_memory)
+    good = ShmAnswer.from_blob(blob, token=Offered.from_blob(offer.blob, transport="shm").token)
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        offer.complete(replace(good, **changes).to_blob())
+    offer.close()
+
+
+def test_the_inode_tells_a_descriptor_that_was_used_again(pair: Pair) -> None:
+    other = torch.frombuffer(shared_memory(SIZE), dtype=torch.uint8)
+    region = region_of(other.data_ptr(), SIZE)
+    assert region is not None
+    offer = pair.writer_transport.offer()
+    _, blob = pair.target_transport.accept(offer.blob, pair.ring_memory)
+    good = ShmAnswer.from_blob(blob, token=Offered.from_blob(offer.blob, transport="shm").token)
+    with pytest.raises(ConfigError, match="is not the memory that its answer names"):
+        offer.complete(replace(good, fd=region.fd).to_blob())
+    offer.close()
+
+
+def test_a_target_that_closed_before_the_writer_completed(pair: Pair) -> None:
+    offer = pair.writer_transport.offer()
+    target, answer = pair.target_transport.accept(offer.blob, pair.ring_memory)
+    target.close()
+    with pytest.raises(PeerUnreachable, match="closed"):
+        offer.complete(answer)
+    offer.close()
+    assert target.is_over

@@ -1,0 +1,122 @@
+"""Host memory that other processes of this machine can map.
+
+The memory is a file without a name (memfd), which a process with the same user opens through ``/proc/PID/fd``. Its seals prevent
+that any process changes its size: an access beyond the end of a file kills the process that makes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Seals of a region. The last one prevents that a peer adds others."""
+
+_NOEXEC_SEAL: Final = 8  # MFD_NOEXEC_SEAL of Linux 6.3; a system can demand it (vm.memfd_noexec)
+_POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE of Linux 5.14
+_FAILED: Final = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedRegion:
+    """A mapping of this process that others can map as well: all of file `fd`, which is `inode`."""
+
+    fd: int
+    inode: int
+    address: int
+    num_bytes: int
+
+
+_regions: dict[int, SharedRegion] = {}  # by address
+
+
+def shared_memory(num_bytes: int) -> mmap.mmap:
+    """Return new memory, zero and page-aligned. It is freed with the last view of it here and the last mapping elsewhere.
+
+    Raises:
+        OSError: The system refused it.
+    """
+    fd = _open_memfd()
+    try:
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        memory = mmap.mmap(fd, num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    _regions[address] = SharedRegion(fd=fd, inode=os.fstat(fd).st_ino, address=address, num_bytes=num_bytes)
+    weakref.finalize(memory, _forget, address).atexit = False
+    return memory
+
+
+def region_of(address: int, num_bytes: int) -> SharedRegion | None:
+    """Return the region that these bytes lie in; None if other processes cannot map them."""
+    for region in _regions.values():
+        if region.address <= address and address + num_bytes <= region.address + region.num_bytes:
+            return region
+    return None
+
+
+def map_shared(fd: int, num_bytes: int, on_unmapped: Callable[[], None]) -> Any:
+    """Map the first bytes of a file. They are unmapped when nothing views the result any more.
+
+    Forked children do not inherit the mapping.
+
+    Args:
+        on_unmapped: Called after that, on any thread. It must not refer to the result.
+
+    Returns:
+        A ctypes array of bytes. Arrays and tensors over its buffer keep it.
+
+    Raises:
+        OSError: The system refused it.
+    """
+    address = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address in (None, _FAILED):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    _libc.madvise(address, num_bytes, mmap.MADV_DONTFORK)
+    _libc.madvise(address, num_bytes, mmap.MADV_HUGEPAGE)  # advice only
+    mapped = (ctypes.c_ubyte * num_bytes).from_address(address)
+    weakref.finalize(mapped, _unmap, address, num_bytes, on_unmapped).atexit = False
+    return mapped
+
+
+def populate(mapped: Any) -> None:
+    """Enter the pages of a mapping into this process's page table, so that no first store pays for it. Without the GIL."""
+    _libc.madvise(ctypes.addressof(mapped), ctypes.sizeof(mapped), _POPULATE_WRITE)
+
+
+def _open_memfd() -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("kvferry", flags | _NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel that does not know the flag
+            raise
+        return os.memfd_create("kvferry", flags)
+
+
+def _forget(address: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(_regions.pop(address).fd)
+
+
+def _unmap(address: int, num_bytes: int, on_unmapped: Callable[[], None]) -> None:
+    if _libc.munmap(address, num_bytes) == 0:
+        on_unmapped()
