@@ -86,7 +86,7 @@ def metrics_page() -> str:
         "The store and offload have series only if they are set up.",
         "A reason, a method or a link has a series from its first event on.",
         "",
-        "Dashboards and alerts: [deploy](../deploy/README.md). What to do when: [operations](operations.md#what-to-do-when). The",
+        "Dashboards and alerts: [deploy](../deploy/README.md). What to do: [troubleshooting](troubleshooting.md). The",
         "router has metrics of its own: [engines](engines.md).",
     ]
     for title, server, specs in SECTIONS:

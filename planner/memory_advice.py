@@ -12,7 +12,7 @@ from transfer.host_memory import shown
 
 
 class Phase(StrEnum):
-    """Work that takes memory, or memory that is full. The values are rows of a table in docs/operations.md."""
+    """Work that takes memory, or memory that is full. The values are rows of a table in docs/troubleshooting.md."""
 
     START = "other work at start"
     WEIGHTS = "loading the weights"

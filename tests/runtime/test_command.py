@@ -303,13 +303,14 @@ def test_settings_of_tls_that_make_no_sense(model: Path, arguments: tuple[str, .
     assert ended.exit_code == exit_codes.BAD_INPUT and complaint in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 
-def test_the_settings_files_of_the_operations_page_are_accepted(tmp_path: Path) -> None:
+def test_the_settings_files_of_the_documents_are_accepted(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    upgrades = (ROOT / "docs" / "upgrades.md").read_text(encoding="utf-8")
     prefill, decode, *_ = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
     assert PrefillNodeConfig.model_validate(prefill).server.port == 7001
     assert DecodeNodeConfig.model_validate(decode).peers.prefill_nodes
     (own,) = [block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "prefill_nodes: [" in block]
-    (other,) = re.findall(r"`as-prefill\.yaml`.*?```yaml\n(.*?)```", text, re.DOTALL)
+    (other,) = re.findall(r"`as-prefill\.yaml`.*?```yaml\n(.*?)```", upgrades, re.DOTALL)
     file = tmp_path / "as-prefill.yaml"
     file.write_text(other)
     assert isinstance(

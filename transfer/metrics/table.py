@@ -390,7 +390,7 @@ TRANSFER_METRICS: Final = (
         "broken_chunks",
         "Chunks that arrived with another digest than they were sent with.",
         roles=DECODE,
-        advice="Any: memory, a network card or a cable is failing; see DATA_LOSS in docs/operations.md.",
+        advice="Any: memory, a network card or a cable is failing; see DATA_LOSS in docs/troubleshooting.md.",
     ),
     counter(
         "dropped_messages",
@@ -453,7 +453,7 @@ RING_METRICS: Final = served_by(
     gauge(
         "ring_quarantined_bytes",
         "Bytes that the writer of an ended transfer may still write.",
-        advice="Alarm if it stays above 0, or grows: see Quarantine grows in docs/operations.md.",
+        advice="Alarm if it stays above 0, or grows: see Quarantine grows in docs/troubleshooting.md.",
     ),
     gauge(
         "ring_live_grants",
@@ -490,7 +490,7 @@ LINK_METRICS: Final = (
         "Bandwidth of a large write, measured at attach: the link's probe. Of links with the same labels, to several nodes, the "
         "lowest.",
         *_LINK,
-        advice="Compare with what the machines should do, and between links: see A link is slow in docs/operations.md.",
+        advice="Compare with what the machines should do, and between links: see A link is slow in docs/troubleshooting.md.",
     ),
     counter(
         "link_written_bytes",
@@ -533,7 +533,7 @@ LINK_METRICS: Final = (
         "Open links on a slower transport: between processes of one machine that use the network, or between GPUs without the "
         "best transport.",
         roles=DECODE,
-        advice="Above 0: transport_fell_back in the rank's log names the obstacle; see A link is slow in docs/operations.md.",
+        advice="Above 0: transport_fell_back in the rank's log has the reason; see A link is slow in docs/troubleshooting.md.",
     ),
 )
 
