@@ -299,12 +299,10 @@ class Sender:
             del self._requests[outgoing.request_id]
             self._actions.append(SourceReleased(request_id=request.request_id))
             self._actions.append(OutgoingSent(request_id=request.request_id, stats=SentStats()))
+        elif (largest := self._note_plan(outgoing)) > (most := self._settings.slot_bytes):
+            self._fail(request, f"its pieces have up to {largest} bytes; a staging slot of this rank has room for {most}")
         else:
             request.is_source_kept = any(self._sessions[route.session].is_direct for route in outgoing.routes)
-            most = self._settings.slot_bytes
-            if (largest := self._note_plan(outgoing)) > most:
-                self._fail(request, f"its pieces have up to {largest} bytes; a staging slot of this rank has room for {most}")
-                return
             for state in request.routes.values():
                 self._ask(request, state)
 
