@@ -11,7 +11,8 @@ its grants were asked for before that, and on GPUs its gathers queued behind the
 
 The yardstick is one copy of the same bytes: on CPUs memcpy on one thread, measured before every round in a process as the system
 starts it (`bench.plain_memcpy`); on GPUs the copy engine's into the other process's memory. A transfer over memory of two CPU
-processes takes at least three copies (gather, write, scatter) and two looks at every byte for the digest, on the same cores.
+processes takes at least two copies on the same cores, over `shm`: gather and scatter, each with the digest in the same pass.
+Over the other transports it takes three.
 ``--peers`` adds what others do with the same bytes: a NIXL write, a NIXL descriptor for each page and layer, on GPUs the sequence
 of SGLang's staging.
 """
@@ -36,6 +37,9 @@ from transfer.config import StagingConfig
 from transfer.errors import ConfigError
 
 TARGET_RATIO = 0.35
+TARGET_RATIO_SHM = 0.6
+TARGET_RATIO_SHM_ALONE = 0.45
+TARGET_CPU_SHM_S = 0.018  # of both ends, for 64 MiB
 MEMCPY = "memcpy, one thread"
 RANK_MEMCPY = "memcpy in its decode process"
 PEER_MEMCPY = "peer memcpy over CUDA IPC"
