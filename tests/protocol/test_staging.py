@@ -206,6 +206,14 @@ def test_short_requests_share_a_slot_of_a_long_plan() -> None:
     assert (sender.machine.num_slots, sender.machine.num_slots_used) == (1, 1)
 
 
+def test_the_invariants_of_a_sender_are_those_of_its_staging_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = SenderHand()
+    sender.to_written()
+    monkeypatch.setattr(staging_arena, "heappush", lambda free, number: None)
+    with pytest.raises(LocalProtocolError, match="are not those without a place"):
+        sender.watermark(2 * CELL)
+
+
 def test_slots_become_larger_again_when_the_session_with_the_larger_pieces_is_lost() -> None:
     sender = SenderHand(decode_tp=2, num_slots=2, slot_bytes=LONG_BYTES)
     both = sender.routes
