@@ -207,7 +207,7 @@ REGIONS: Final[Mapping[str, Mapping[str, Callable[[str], str]]]] = {
     "docs/integration.md": {"toy-engine": toy_engine},
     "docs/observability.md": {"spans": table(spans)},
     "docs/operations.md": {"exit-codes": table(exit_codes)},
-    "docs/scaling.md": {"simulated-settings": table(simulated_settings)},
+    "docs/simulation.md": {"simulated-settings": table(simulated_settings)},
     "docs/troubleshooting.md": {"memory-advice": table(memory_advice)},
 }
 """Writers of regions, by document and by name of the region."""
