@@ -55,8 +55,8 @@ def make_plan(inputs: PlanInputs) -> MemoryPlan:
     fixed = [
         PlanLine(name="in_use", num_bytes=used, formula="device - free before"),
         PlanLine(name="weights", num_bytes=weights_bytes, formula=weights_formula),
-        PlanLine(name="staging", num_bytes=inputs.staging_bytes, formula="as set"),
-        PlanLine(name="ring", num_bytes=inputs.ring_bytes, formula="as set"),
+        PlanLine(name="staging", num_bytes=inputs.staging_bytes, formula="staging slots and probe buffer"),
+        PlanLine(name="ring", num_bytes=inputs.ring_bytes, formula="ring and probe buffer"),
     ]
     buffers = [PlanLine(name="offload", num_bytes=inputs.offload_bytes, formula="as set")] if inputs.offload_bytes else []
     buffers += [PlanLine(name=one.name, num_bytes=one.num_bytes, formula=one.reason) for one in workspaces if one.is_allocated]

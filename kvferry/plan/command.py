@@ -132,5 +132,7 @@ def _refusals(inputs: PlanInputs, config: Mapping[str, Any]) -> list[str]:
         if inputs.speculative is not None:
             check_can_speculate(named[0])
     except ConfigError as error:
-        reasons.append(str(error).replace("tp_size", "--tp").replace("speculative.method is set", "--speculative is given"))
+        reasons.append(
+            str(error).replace("parallel.tp_size (--tp)", "--tp").replace("speculative.method is set", "--speculative is given")
+        )
     return reasons

@@ -59,8 +59,8 @@ class PlanOptions:
     policy: str = "static-fraction"
     memory_ratio: float = 0.88
     max_total_tokens: int | None = None
-    staging: str = "0"
-    ring: str = "0"
+    staging: str | None = None
+    ring: str | None = None
     weights: str | None = None
     sparse_policy: str = "none"
     sparse_block_size: int = 128
@@ -160,8 +160,9 @@ def _sparse_policy(options: PlanOptions, role: Role) -> XAttention | None:
 def _with_node_defaults(inputs: PlanInputs, options: PlanOptions) -> PlanInputs:
     """Return the inputs with the values of a node on that device for flags that are not given, and for buffers of offload."""
     from planner.device_defaults import gpu_chunk_tokens, gpu_running_requests
-    from transfer.config import ChunkConfig, DecodeLimitsConfig
+    from transfer.config import ChunkConfig, DecodeLimitsConfig, RingConfig, StagingConfig, TransportConfig
     from transfer.config.storage import HostMemoryConfig, OffloadConfig
+    from transfer.sizes import ring_capacity_bytes, staging_slot_bytes
 
     shard, chunk_tokens, requests = inputs.fullest_shard(), options.chunk_tokens, options.max_running_requests
     if chunk_tokens is not None and chunk_tokens < 1:
@@ -173,6 +174,14 @@ def _with_node_defaults(inputs: PlanInputs, options: PlanOptions) -> PlanInputs:
         requests = DecodeLimitsConfig().max_running_requests
     elif requests is None:
         requests = gpu_running_requests(inputs.layout, shard, device_bytes=inputs.total_bytes, chunk_tokens=chunk_tokens)
+    device, probe_bytes = "cpu" if inputs.is_cpu else "cuda", TransportConfig().probe_bytes
+    staging_bytes, ring_bytes = inputs.staging_bytes, inputs.ring_bytes
+    if chunk_tokens is not None and options.staging is None:
+        chunk, staging = ChunkConfig(chunk_tokens=chunk_tokens), StagingConfig()
+        slot_bytes = staging_slot_bytes(chunk, staging, inputs.layout, shard, inputs.total_bytes, device=device)
+        staging_bytes = staging.num_slots * slot_bytes + probe_bytes
+    elif inputs.role is Role.DECODE and options.ring is None:
+        ring_bytes = ring_capacity_bytes(RingConfig(), inputs.total_bytes, device=device) + probe_bytes
     graphs = inputs.cuda_graph_batch_sizes
     if graphs is None and not inputs.is_cpu:
         graphs = (min(inputs.cuda_graph_max_bs, requests),)
@@ -183,6 +192,8 @@ def _with_node_defaults(inputs: PlanInputs, options: PlanOptions) -> PlanInputs:
         in_flight = DECODE_STEPS_IN_FLIGHT + (on_decode.window_slack_tokens(inputs.page_size) if options.kv_offload else 0)
     return replace(
         inputs,
+        staging_bytes=staging_bytes,
+        ring_bytes=ring_bytes,
         max_running_requests=requests,
         tokens_in_flight=in_flight,
         cuda_graph_batch_sizes=graphs,
