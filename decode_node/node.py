@@ -72,7 +72,7 @@ class _Life:
             metrics=node.metrics,
             broadcast=node.broadcast,
             on_lost=lambda peer, reason: self.requests.on_peer_lost(peer, reason),
-            on_change=lambda: self.requests.peers_changed(),
+            on_change=lambda: self._on_peers_changed(node),
             view=(lambda: node.discovery.view) if config.discovery.finds_nodes else None,
             prefix_tokens=config.prefix_tokens,
         )
@@ -124,6 +124,10 @@ class _Life:
         )
         self.requests = self.generation.transfers
         self._address = address
+
+    def _on_peers_changed(self, node: DecodeNode) -> None:
+        self.requests.peers_changed()
+        node.readiness_changed()
 
     def use(self, addresses: Iterable[str]) -> None:
         """Take the present addresses of the prefill nodes."""

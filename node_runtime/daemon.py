@@ -135,6 +135,7 @@ class Daemon:
         self._switched: asyncio.Future[None] | None = None
         self.can_switch = False
         """Whether the engines of the ranks can also serve the other role."""
+        self._was_ready = False
         self._stop = asyncio.Event()
         self._lost = asyncio.Event()
         self._lost_reason = ""
@@ -152,6 +153,18 @@ class Daemon:
         if self.state is not NodeState.READY:
             return Readiness(is_ready=False, reason=f"the node is {self.state}")
         return self._role.readiness()
+
+    def readiness_changed(self) -> None:
+        """Log `node_ready` when the answer of `/readyz` turns to 200, and the reason when it turns back.
+
+        Call this after each event that can change it.
+        """
+        now = self.readiness()
+        if now.is_ready and not self._was_ready:
+            log.info("node_ready", address=self.address, http_port=self.http_port)
+        elif self._was_ready and not now.is_ready:
+            log.info("node_not_ready", reason=now.reason)
+        self._was_ready = now.is_ready
 
     @property
     def is_stopping(self) -> bool:
@@ -248,6 +261,7 @@ class Daemon:
     async def _end_life(self, error: TransferError) -> None:
         """Withdraw readiness and the ready file: the ranks are gone, or about to be."""
         self.state = NodeState.STARTING
+        self.readiness_changed()
         self._remove_ready_file()
         await self._role.end_life(error)
 
@@ -257,11 +271,7 @@ class Daemon:
         Raises:
             RankStartError: The ranks cannot start.
         """
-        if not await self._begin_life(self._supervisor.start()):
-            return False
-        ranks = self.config.parallel.tp_size
-        log.info("node_ready", address=self.address, http_port=self.http_port, ranks=ranks, restarts=self.num_restarts)
-        return True
+        return await self._begin_life(self._supervisor.start())
 
     async def _unless_stopped(self, starting: Coroutine[Any, Any, tuple[RankReady, ...]]) -> tuple[RankReady, ...] | None:
         """Return the ranks' hellos; None means that the node was stopped meanwhile."""
@@ -287,6 +297,9 @@ class Daemon:
         self.state = NodeState.READY
         turns_of(asyncio.get_running_loop()).start_counting()
         self._write_ready_file()
+        ranks = self.config.parallel.tp_size
+        log.info("ranks_ready", address=self.address, http_port=self.http_port, ranks=ranks, restarts=self.num_restarts)
+        self.readiness_changed()
         return True
 
     async def _switch(self) -> bool:
@@ -355,6 +368,7 @@ class Daemon:
     async def _wind_down(self) -> int:
         """Drain for at most `drain_timeout_s`, then end the ranks."""
         self.state = NodeState.DRAINING
+        self.readiness_changed()
         log.info("draining", in_flight=self._role.num_in_flight)
         self._stop.clear()  # from now on a second signal cuts the wait short
         draining = asyncio.ensure_future(self._role.drain())

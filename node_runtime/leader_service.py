@@ -192,6 +192,11 @@ class Leader(NodeService, Side, Generic[ConfigT, LifeT]):
         if self._services is not None:
             absent = service_of(*(set(ROLE_NAMES) - {self.config.role}))
         await super()._set_serving(is_serving, absent=absent)
+        self.readiness_changed()
+
+    def readiness_changed(self) -> None:
+        """Call this after an event that can change `readiness()`."""
+        self._daemon.readiness_changed()
 
     def broadcast(self, message: object) -> None:
         if self._supervisor is not None:

@@ -34,7 +34,7 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import chunk_plan_to_proto
 from transfer.transfer_ids import MAX_REQUEST_ID_CHARS, new_transfer_id
 
-DAEMON = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None, num_restarts=0))
+DAEMON = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None, readiness_changed=lambda: None, num_restarts=0))
 MOST_RUNNING = MAX_PAYLOAD_BYTES // PART_BYTES - 1
 PREFILL = "localhost:1"
 

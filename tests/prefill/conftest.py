@@ -20,7 +20,7 @@ from transfer.connector.messages import DecodeAttached
 from transfer.errors import PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
 
-DAEMON = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None))
+DAEMON = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None, readiness_changed=lambda: None))
 
 
 class Leader:

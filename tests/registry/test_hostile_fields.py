@@ -59,6 +59,7 @@ DAEMON = cast(
         other_config=None,
         incarnation=7,
         readiness=lambda: SimpleNamespace(is_ready=True, reason=""),
+        readiness_changed=lambda: None,
     ),
 )
 PREFILL_LIFE, DECODE_LIFE, JOINED_LIFE = 11, 22, 33

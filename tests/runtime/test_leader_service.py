@@ -99,6 +99,9 @@ class AskedDaemon:
     def readiness(self) -> Readiness:
         return self.ready
 
+    def readiness_changed(self) -> None:
+        """Log nothing."""
+
     async def switch_role(self) -> None:
         self.num_switches += 1
         await self.gate.wait()

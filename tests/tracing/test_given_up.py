@@ -117,7 +117,10 @@ async def test_a_client_that_leaves_while_its_text_is_tokenised_is_counted(
         return tuple(map(ord, text))
 
     monkeypatch.setattr(node_module, "TextCodec", lambda directory: SimpleNamespace(encode=encode))
-    node = DecodeNode(cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None)), decode_config(tmp_path))
+    node = DecodeNode(
+        cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None, readiness_changed=lambda: None)),
+        decode_config(tmp_path),
+    )
     node.tracer = cast(Any, SimpleNamespace(begin=lambda *told, **more: span, close=lambda: None))
     await node.begin_life((hello(0),))
     question = pb.GenerateRequest(prompt="ab", max_new_tokens=4)
