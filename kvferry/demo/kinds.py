@@ -25,8 +25,6 @@ from typing import Any, Final
 import transfer
 from transfer.errors import EngineError
 
-CACHE_FOLDER: Final = Path(".kvferry")
-
 NUM_LAYERS: Final = 8
 HIDDEN_SIZE: Final = 264  # transformers refuses a hidden size that is not a multiple of the query heads; the nearest to 256
 NUM_QUERY_HEADS: Final = 24
@@ -160,8 +158,9 @@ async def cached_demo_model(
 ) -> Path:
     """Return the directory of the demo model of a kind. The first call makes it, in a few seconds.
 
-    It is in ``.kvferry`` of the working directory, or in the system's temporary folder if that is not writable. Its name contains
-    a hash of the code that makes it, so that another version makes another model.
+    It is in the user's cache folder (``$XDG_CACHE_HOME/kvferry``, by default ``~/.cache/kvferry``), or in the system's temporary
+    folder if that is not writable. Its name contains a hash of the code that makes it, so that another version makes another
+    model.
 
     Args:
         run: Runs the command line that makes the model; by default in a process.
@@ -193,14 +192,15 @@ def _key() -> str:
 
 
 def _cache_folder() -> Path:
-    with contextlib.suppress(OSError):
-        CACHE_FOLDER.mkdir(exist_ok=True)
-    if os.access(CACHE_FOLDER, os.W_OK | os.X_OK):
-        return CACHE_FOLDER.resolve()
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry"
+        cache.mkdir(parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK | os.X_OK):
+            return cache.resolve()
     folder = Path(tempfile.gettempdir()) / f"kvferry-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise EngineError(f"{folder} belongs to another user; run the demo in a directory that you can write to")
+        raise EngineError(f"{folder} belongs to another user; set XDG_CACHE_HOME to a folder that you can write to")
     return folder
 
 

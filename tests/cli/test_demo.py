@@ -63,7 +63,7 @@ def test_a_hybrid_model_moves_its_recurrent_state(tmp_path: Path, monkeypatch: p
     async def make(command: list[str]) -> None:
         make_demo_model(Path(command[-1]), kind=ModelKind.HYBRID)
 
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asyncio.run(cached_demo_model(ModelKind.HYBRID, run=make))  # in this process, which has torch already
     arguments = ("--prefill-tp", "2", "--decode-tp", "1", "--requests", "2", "--max-new-tokens", "4")
     run = reported(tmp_path, "--model-kind", ModelKind.HYBRID, *arguments)

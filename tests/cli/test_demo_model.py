@@ -59,7 +59,7 @@ def test_every_kind_has_a_directory_of_its_own_between_runs(monkeypatch: pytest.
         made.append(command[command.index("--kind") + 1])
         Path(command[-1]).mkdir()
 
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = [asyncio.run(cached_demo_model(kind, run=make)) for kind in (*ModelKind, *ModelKind)]
     assert made == list(ModelKind) and len(set(found)) == len(ModelKind)
 
