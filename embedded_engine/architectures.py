@@ -104,7 +104,7 @@ def check_cut(name: str, tp_size: int, config: Mapping[str, Any]) -> None:
     if tp_size == 1:
         return
     if not architecture.is_cut:
-        raise ConfigError(f"tp_size is {tp_size}; must be 1, the embedded engine does not cut a {name}")
+        raise ConfigError(f"parallel.tp_size (--tp) is {tp_size}; it must be 1: the embedded engine does not shard {name}")
     unused = () if _has_experts(architecture, config) else _EXPERT_SIZES
     names = (name for name in _CUT_SIZES if name not in unused)
     sizes = {name: config[name] for name in names if type(config.get(name)) is int and config[name] > 0}
@@ -112,8 +112,8 @@ def check_cut(name: str, tp_size: int, config: Mapping[str, Any]) -> None:
         if value % tp_size:
             fitting = [tp for tp in range(1, min(MAX_RANKS, *sizes.values()) + 1) if all(v % tp == 0 for v in sizes.values())]
             raise ConfigError(
-                f"tp_size is {tp_size}, which does not divide the model's {size_name} {value}; "
-                f"must be one of {', '.join(map(str, fitting))}"
+                f"parallel.tp_size (--tp) is {tp_size}, which does not divide {size_name} ({value}) of the model's config.json; "
+                f"it must be one of {', '.join(map(str, fitting))}"
             )
 
 

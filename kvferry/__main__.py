@@ -118,8 +118,8 @@ def plan(
     policy: Annotated[str, typer.Option(help="static-fraction or page-count.")] = "static-fraction",
     memory_ratio: Annotated[float, typer.Option(help="Fraction of the free memory, with --policy page-count.")] = 0.88,
     max_total_tokens: Annotated[int | None, typer.Option(help="Most tokens of the pool.")] = None,
-    staging: Annotated[str, typer.Option(help="Staging slots of a prefill rank, for example 256MiB.")] = "0",
-    ring: Annotated[str, typer.Option(help="Ring of a decode rank, for example 1GiB.")] = "0",
+    staging: Annotated[str | None, typer.Option(help="Staging memory of a prefill rank; by default that of a node.")] = None,
+    ring: Annotated[str | None, typer.Option(help="Ring of a decode rank, for example 1GiB; by default that of a node.")] = None,
     weights: Annotated[
         str | None, typer.Option(help="Measured weights of a rank, for example 16GiB; computed by default.")
     ] = None,

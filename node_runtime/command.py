@@ -20,7 +20,7 @@ from node_runtime.fork_server import end_fork_server, start_fork_server
 from node_runtime.node_role import check_step_fits, make_leader, preloaded_modules
 from node_runtime.process_setup import freeze_gc, prepare_process
 from transfer.config import DecodeNodeConfig, NodeConfig
-from transfer.errors import TransferError
+from transfer.errors import ConfigError, TransferError
 from transfer.load_config import load_config
 
 SETTING_OF_FLAG = {
@@ -43,6 +43,8 @@ SETTING_OF_FLAG = {
     "peer_name": "tls.peer_names",
     "client_name": "tls.client_names",
 }
+
+FLAG_OF_SETTING = {path: f"--{name.replace('_', '-')}" for name, path in SETTING_OF_FLAG.items()}
 
 ConfigFile = Annotated[Path | None, typer.Option(help="YAML file of settings.")]
 Model = Annotated[Path | None, typer.Option(help="Hugging Face model directory (model).")]
@@ -123,6 +125,7 @@ def run_daemon(context: typer.Context, config_type: type[NodeConfig]) -> None:
             file=None if file is None else Path(file),  # older versions of typer have a str in the context
             environment=os.environ,
             flags=flags,
+            flag_of=FLAG_OF_SETTING,
             overrides=overrides,
         )
         if not is_check_only:
@@ -167,11 +170,15 @@ def _checked(config: NodeConfig) -> tuple[NodeConfig, NodeConfig | None, str | N
 
 
 def _report_valid(config: NodeConfig, warning: str | None) -> None:
+    """Print that the configuration is valid.
+
+    Raises:
+        ConfigError: The node could start, but would never be ready.
+    """
     if isinstance(config, DecodeNodeConfig) and not (config.peers.prefill_nodes or config.discovery.finds_nodes):
-        print(
-            "decode-node: warning: peers.prefill_nodes is empty, and discovery.kind is static without a discovery.file; "
-            "the node will never be ready",
-            file=sys.stderr,
+        raise ConfigError(
+            "peers.prefill_nodes is empty, and discovery.kind is static without a discovery.file, so the node would never be "
+            "ready: give --prefill-node HOST:PORT, or settings of discovery"
         )
     if warning is not None:
         print(f"{config.role}-node: warning: {warning}", file=sys.stderr)

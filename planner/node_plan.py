@@ -8,11 +8,12 @@ from typing import Final
 from planner.model_directory import ModelDirectory, read_model_directory
 from planner.plan import PlanInputs, Policy, Role, make_plan
 from planner.workspace import Strategy, XAttention
+from transfer.chunk import ChunkPlan, largest_wire_bytes
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.host_memory import host_memory, shown
 from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT
-from transfer.layout import DType, Shard
+from transfer.layout import DType, KVLayout, Shard, routes
 from transfer.sizes import ring_capacity_bytes, staging_slot_bytes
 
 _SETTINGS: Final = {
@@ -230,7 +231,7 @@ def check_fits(config: NodeConfig) -> None:
     """Refuse a model that cannot fit, before any rank is started; on a GPU only if a setting gives its size.
 
     Raises:
-        ConfigError: The model directory is damaged, or its model is unknown or does not fit the settings.
+        ConfigError: The model directory is damaged, its model is unknown or does not fit the settings, or the ring is too small.
         LayoutError: The model cannot be sharded like that.
         MemoryPlanError: Not one page of KV fits.
     """
@@ -238,11 +239,24 @@ def check_fits(config: NodeConfig) -> None:
     if model.shape.dtype is None and config.dtype is None:
         return  # only the weights have the dtype
     tp_size, size = config.parallel.tp_size, config.memory.device_memory
+    shard = Shard(tp_size=tp_size, page_size=config.pool.page_size, order=config.pool.order, dtype=config.pool.dtype)
+    if isinstance(config, DecodeNodeConfig) and config.ring.capacity_bytes is not None:
+        _check_ring(config.ring.capacity_bytes, model.shape.layout(None if config.dtype is None else DType(config.dtype)), shard)
     if config.device == "cpu":
         device = DeviceMemory.of_host(tp_size)
     elif size is not None:
         device = DeviceMemory(total_bytes=size, free_bytes=size, is_cpu=False)
     else:
         return  # the ranks ask their devices
-    shard = Shard(tp_size=tp_size, page_size=config.pool.page_size, order=config.pool.order, dtype=config.pool.dtype)
     make_plan(node_plan_inputs(config, model, shard, device))
+
+
+def _check_ring(ring_bytes: int, layout: KVLayout, shard: Shard) -> None:
+    """Refuse a ring that no prefill node of the same TP size could use, whatever its chunks are."""
+    smallest = ChunkPlan(chunk_tokens=1, layers_per_group=1)
+    piece_bytes = largest_wire_bytes(smallest, layout, routes(layout, shard, shard), shard.pool_dtype(layout))
+    if ring_bytes < piece_bytes:
+        raise ConfigError(
+            f"ring.capacity_bytes is {ring_bytes}; one layer of one token of this model has {piece_bytes} bytes on a rank, and "
+            "the ring must hold one layer of a chunk: it must be larger, for example 64MiB"
+        )

@@ -42,6 +42,7 @@ def load_config(
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, object] | None = None,
+    flag_of: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
     given: Mapping[str, Mapping[str, object]] | None = None,
     defaults: Mapping[str, Mapping[str, object]] | None = None,
@@ -55,6 +56,7 @@ def load_config(
         environment: Variables of the process; those that do not begin with `ENVIRONMENT_PREFIX` are ignored, and those that
             Kubernetes makes of a Service whose name begins so.
         flags: Values of the daemon's own flags by path; None means that the flag was not given.
+        flag_of: Path -> flag, for errors.
         overrides: ``path=value`` texts of ``--set``; stronger than `flags`.
 
     Raises:
@@ -75,7 +77,7 @@ def load_config(
             found.put(rest.lower().replace("__", "."), _text_value(text), name)
     for path, value in (flags or {}).items():
         if value is not None:
-            found.put(path, value, "flag")
+            found.put(path, value, (flag_of or {}).get(path, "flag"))
     for override in overrides:
         path, separator, text = override.partition("=")
         if separator and path:
@@ -116,12 +118,23 @@ def _file_content(file: Path) -> dict[Any, Any]:
         raise ConfigError(f"config file {file} cannot be read: {error.strerror or error}") from None
     except RecursionError:
         raise ConfigError(f"config file {file} is nested too deeply; it must hold settings, for example 'model: DIR'") from None
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(_yaml_problem(file, error)) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {file} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict | None):
         kind = type(content).__name__
         raise ConfigError(f"config file {file} holds a {kind}; it must hold settings, for example 'model: DIR'")
     return content or {}
+
+
+def _yaml_problem(file: Path, error: yaml.MarkedYAMLError) -> str:
+    """Return the position and the problem, and below it the line of the file with a mark."""
+    mark = error.problem_mark
+    if mark is None:
+        return f"config file {file} is not YAML: {error.problem}"
+    snippet = mark.get_snippet(indent=2, max_length=100)
+    return f"{file}:{mark.line + 1}:{mark.column + 1}: it is not YAML: {error.problem}" + (f"\n{snippet}" if snippet else "")
 
 
 def _leaves(tree: Mapping[Any, Any], prefix: str, depth: int = 0) -> Iterator[tuple[str, object]]:
@@ -219,9 +232,16 @@ def _problem(config_type: type[RootConfig], details: Mapping[str, Any], sources:
     if details["type"] == "value_error":
         reason = str(details["ctx"]["error"])
         if isinstance(details["input"], dict | BaseModel):
-            return f"{path}.{reason}" if path else reason
+            return _with_source(f"{path}.{reason}" if path else reason, sources)
         return f"{path} is {_shown(details['input'])}{where}; {reason}"
     return f"{path} is {_shown(details['input'])}{where}; {_what_is_right(details)}"
+
+
+def _with_source(problem: str, sources: Mapping[str, str]) -> str:
+    """Add the source of the value to a line such as "SETTING is VALUE; it must be ...", if the line names one setting."""
+    match = re.match(r"([\w.]+) is [^ ;,]+(?=[;,])", problem)
+    source = match and sources.get(match[1])
+    return problem if not match or not source else f"{match[0]} (from {source}){problem[match.end() :]}"
 
 
 def _unknown(config_type: type[RootConfig], path: str, sources: Mapping[str, str]) -> str:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast
 import grpc
 
 from kvferry.cli.client_settings import check_address
-from transfer.errors import PeerUnreachable, RemoteProtocolError, TransferError, TransportTimeout
+from transfer.errors import ConfigError, PeerUnreachable, RemoteProtocolError, TransferError, TransportTimeout
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText, Security
-from transfer.registry.status import error_of, readable, status_of
+from transfer.registry.status import error_of, is_http1, readable, status_of
 
 if TYPE_CHECKING:
     from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub
@@ -156,6 +156,10 @@ class NodeClient:
         """Return the error of a failed call. Our own deadline has its own words, because gRPC reports a removed stream."""
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
             return TransportTimeout(f"{self.address}: {what} within {timeout_s:g} s")
+        if is_http1(error):
+            return ConfigError(
+                f"{self.address} speaks HTTP/1, not gRPC; give the node's gRPC port (server.port), not its server.http_port"
+            )
         details = error.details() or ""
         # A port that waits for a TLS handshake accepts the connection, and closes it before it answers gRPC's first frame.
         if self._is_plain and "failed to connect" in details and "Socket closed" in details:

@@ -10,12 +10,15 @@ import typer
 
 from kvferry.bench_serve.workload import MAX_RATE, MAX_REQUESTS, MAX_SECONDS
 from kvferry.cli.json_report import check_writable
-from kvferry.cli.options import check_range
+from kvferry.cli.options import check_range, member
 from kvferry.demo.kinds import ModelKind
 from kvferry.demo.reference import EXACT_DTYPE
 from transfer.errors import ConfigError
+from transfer.layout import MAX_RANKS, TokenOrder
 
 _MAX_NODES: Final = 16
+_MAX_PAGE_SIZE: Final = 4096
+_TRANSPORTS: Final = ("auto", "shm", "ucx", "nixl", "cuda_ipc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,15 @@ class DemoOptions:
     ] = None
 
     def __post_init__(self) -> None:
+        for tier in ("prefill", "decode"):
+            check_range(f"--{tier}-tp", getattr(self, f"{tier}_tp"), 1, MAX_RANKS)
+            check_range(f"--{tier}-page-size", getattr(self, f"{tier}_page_size"), 1, _MAX_PAGE_SIZE)
+            member(TokenOrder, f"--{tier}-order", getattr(self, f"{tier}_order"))
+        if self.transport not in _TRANSPORTS:
+            raise ConfigError(
+                f"--transport is {self.transport}; it must be one of {', '.join(_TRANSPORTS)}, which choose "
+                "RDMA or TCP by themselves"
+            )
         if self.sparse_policy not in ("none", "xattention"):
             raise ConfigError(f"--sparse-policy is {self.sparse_policy}; it must be none or xattention")
         if self.max_new_tokens < 1:

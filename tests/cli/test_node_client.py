@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +20,10 @@ from kvferry.cli.node_client import NodeClient
 from kvferry.cli.signals import run_until_signalled
 from kvferry.cli.status_view import run_status
 from node_runtime import exit_codes
+from node_runtime.health import HealthServer, Readiness
 from tests.authority import Authority
 from tests.runtime.hand_clock import HandClock
-from transfer.errors import PeerUnreachable, RemoteProtocolError, TransportTimeout
+from transfer.errors import ConfigError, PeerUnreachable, RemoteProtocolError, TransportTimeout
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.certificates import CertificateFiles
@@ -250,6 +252,25 @@ async def test_plain_text_to_a_port_of_TLS_says_what_to_do(tmp_path: Path) -> No
                 await client.status()
     finally:
         await server.close(grace_s=0)
+
+
+async def test_the_http_port_of_a_node_is_named() -> None:
+    server = HealthServer(lambda: Readiness(is_ready=True), list)
+    port = await server.start("127.0.0.1", 0)
+    try:
+        async with NodeClient(f"127.0.0.1:{port}") as client:
+            with pytest.raises(ConfigError, match=r"speaks HTTP/1, not gRPC; give the node's gRPC port \(server.port\)"):
+                await client.status()
+    finally:
+        await server.stop()
+
+
+async def test_a_port_on_which_nothing_listens_is_named() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        async with NodeClient(f"127.0.0.1:{held.getsockname()[1]}") as client:
+            with pytest.raises(PeerUnreachable, match=r":\d+: nothing listens on this port \(Connection refused\)$"):
+                await client.status()
 
 
 async def test_a_status_that_does_not_come_is_a_timeout_in_words() -> None:

@@ -131,7 +131,10 @@ APPS = pytest.mark.parametrize("app", [prefill_app, decode_app], ids=["prefill",
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
-        (("--tp", "5"), "the model's num_key_value_heads 12; must be one of 1, 2, 3, 4, 6, 12"),
+        (
+            ("--tp", "5"),
+            "does not divide num_key_value_heads (12) of the model's config.json; it must be one of 1, 2, 3, 4",
+        ),
         (("--set", "memory.device_memory=1MiB"), "no page of KV fits: of 1.0 MiB the largest terms are "),
         (("--set", "limits.max_seq_len=513"), "max_seq_len is 513; the model was made for at most 512 tokens"),
         (("--set", "engine=foo:bar"), "engine is foo:bar, which cannot be imported: No module named 'foo'"),
@@ -212,7 +215,19 @@ def test_what_a_start_would_miss_in_the_model_directory_is_refused(app: Typer, m
     tokenizer.touch()
     (model / "model.safetensors").unlink()
     assert_refused("has neither model.safetensors nor")
-    assert check(app, model, "--dummy-weights").exit_code == exit_codes.OK
+    named = ("--prefill-node", "localhost:1") if app is decode_app else ()
+    assert check(app, model, "--dummy-weights", *named).exit_code == exit_codes.OK
+
+
+def test_a_decode_node_that_would_never_be_ready_is_refused(model: Path) -> None:
+    ended = check(decode_app, model)
+    assert ended.exit_code == exit_codes.BAD_INPUT and "would never be ready: give --prefill-node" in ended.stderr
+
+
+def test_a_ring_below_the_smallest_piece_is_refused(model: Path) -> None:
+    ended = check(decode_app, model, "--set", "ring.capacity_bytes=256", "--prefill-node", "localhost:1")
+    assert ended.exit_code == exit_codes.BAD_INPUT
+    assert "ring.capacity_bytes is 256; one layer of one token of this model has 768 bytes on a rank" in ended.stderr
 
 
 def test_the_collector_spares_all_that_a_leader_has_loaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,12 +283,13 @@ def test_certificates_are_looked_at_before_anything_starts(app: Typer, model: Pa
     files = Authority().files(tmp_path / "tls", "node.example")
     serve = ["serve", "--check-config", "--model", str(model), "--host", "10.1.2.3", *tls_flags(files)]
     serve += ["--peer-name", "a.example", "--peer-name", "*.b.example", "--client-name", "spiffe://c.example/ops"]
+    serve += ["--prefill-node", "10.1.2.4:7100"] if app is decode_app else []
     ended = CliRunner().invoke(app, serve)
     assert ended.exit_code == exit_codes.OK and "TLS" not in ended.stderr
     files.cert.unlink()
     ended = CliRunner().invoke(app, serve)
     assert ended.exit_code == exit_codes.BAD_INPUT and "cannot be read: No such file or directory" in ended.stderr
-    assert len([line for line in ended.stderr.splitlines() if "peers.prefill_nodes" not in line]) == 1
+    assert len(ended.stderr.splitlines()) == 1
 
 
 def test_a_node_that_would_let_nobody_in_does_not_start(model: Path, tmp_path: Path) -> None:
@@ -307,7 +323,7 @@ def test_the_settings_files_of_the_documents_are_accepted(tmp_path: Path) -> Non
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     upgrades = (ROOT / "docs" / "upgrades.md").read_text(encoding="utf-8")
     prefill, decode, *_ = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
-    assert PrefillNodeConfig.model_validate(prefill).server.port == 7001
+    assert PrefillNodeConfig.model_validate(prefill).server.port == 7100
     assert DecodeNodeConfig.model_validate(decode).peers.prefill_nodes
     (own,) = [block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "prefill_nodes: [" in block]
     (other,) = re.findall(r"`as-prefill\.yaml`.*?```yaml\n(.*?)```", upgrades, re.DOTALL)

@@ -122,12 +122,12 @@ def test_a_config_is_immutable_and_travels_to_rank_processes() -> None:
         ("pool.page_size=x", "pool.page_size is x (from --set); it must be a whole number"),
         (
             "transport.name=rdma",
-            "transport.name is rdma (from --set); it must be one of 'auto', 'shm', 'ucx', 'inproc', 'nixl' or 'cuda_ipc'",
+            "transport.name is rdma (from --set); it must be auto, shm, ucx, nixl or cuda_ipc; rdma is a protocol",
         ),
         (
             "transport.cuda_ipc.handles=fabric",
-            "transport.cuda_ipc.handles is fabric, and memory with fabric handles (multi-node NVLink) is not implemented; set it "
-            "to ipc, and transport.name to auto, nixl or ucx between hosts",
+            "transport.cuda_ipc.handles is fabric (from --set), and memory with fabric handles (multi-node NVLink) is not "
+            "implemented; set it to ipc, and transport.name to auto, nixl or ucx between hosts",
         ),
         ("limits.queue_timeout_s=0", "limits.queue_timeout_s is 0 (from --set); it must be above 0"),
         ("limits.queue_timeout_s=nan", "limits.queue_timeout_s is nan (from --set); it must be above 0"),
@@ -136,7 +136,7 @@ def test_a_config_is_immutable_and_travels_to_rank_processes() -> None:
             "ring.capacity_bytes is 64XB (from --set); it must be a size, for example 4096, 64MiB or 1GB "
             "(KiB, MiB, GiB, TiB; KB, MB, GB, TB)",
         ),
-        ("ring.capacity_bytes=1000", "ring.capacity_bytes is 1000; it must be a multiple of 256, for example 1024"),
+        ("ring.capacity_bytes=1000", "ring.capacity_bytes is 1000 (from --set); it must be a multiple of 256, for example 64MiB"),
         ("pool.pagesize=5", "pool.pagesize is no setting (from --set); did you mean pool.page_size?"),
         ("log.zzz=5", "log.zzz is no setting (from --set); known here: level, format"),
         ("staging.num_slots=4", "staging.num_slots is no setting (from --set) of decode-node; it is one of prefill-node"),
@@ -144,14 +144,14 @@ def test_a_config_is_immutable_and_travels_to_rank_processes() -> None:
         ("nonsense", "--set nonsense: it must be path=value, for example --set pool.page_size=32"),
         (
             "server.host=0.0.0.0",
-            "server.host is 0.0.0.0, which no peer can connect to; server.advertise_host must name this machine",
+            "server.host is 0.0.0.0 (from --set), which no peer can connect to; server.advertise_host must name this machine",
         ),
         (
             "peers.prefill_nodes=host",
             "peers.prefill_nodes.0 is host (from --set); it must be host:port with a port from 1 to 65535, an IPv6 host in",
         ),
         ("peers.prefill_nodes=a:1,a:1", "peers.prefill_nodes names a:1 more than once; each must be there once"),
-        ("restart.max_backoff_s=0.5", "restart.max_backoff_s is 0.5; it must be at least backoff_s, 1.0"),
+        ("restart.max_backoff_s=0.5", "restart.max_backoff_s is 0.5 (from --set); it must be at least backoff_s, 1.0"),
     ],
 )
 def test_a_problem_is_one_line_with_path_value_source_and_what_is_right(override: str, line: str) -> None:
@@ -162,14 +162,14 @@ def test_a_problem_is_one_line_with_path_value_source_and_what_is_right(override
 
 def test_a_chunk_must_fit_the_pool_that_it_is_computed_in() -> None:
     assert refused(PrefillNodeConfig, overrides=["chunk.chunk_tokens=100000"]) == [
-        "chunk.chunk_tokens is 100000; it must fit the pool's 16384 tokens (1024 pages of 16)"
+        "chunk.chunk_tokens is 100000 (from --set); it must fit the pool's 16384 tokens (1024 pages of 16)"
     ]
 
 
 def test_a_request_may_wait_longer_than_for_a_store_that_does_not_answer() -> None:
     with_store = ["offload.host_ratio=1", "storage.directory=/kv", "storage.get_timeout_s=4"]
     assert refused(DecodeNodeConfig, overrides=[*with_store, "limits.queue_timeout_s=4.5"]) == [
-        "limits.queue_timeout_s is 4.5, and a request waits up to 4.5 s for a store that does not answer "
+        "limits.queue_timeout_s is 4.5 (from --set), and a request waits up to 4.5 s for a store that does not answer "
         "(storage.get_timeout_s is 4); raise it or lower that"
     ]
     assert decode(*with_store, "limits.queue_timeout_s=4.6").limits.queue_timeout_s == 4.6
@@ -224,7 +224,7 @@ def test_settings_of_speculative_decoding_that_do_not_fit_are_named() -> None:
     lines = refused(flags={"model": "m"} | {f"speculative.{name}": value for name, value in wrong.items()})
     assert len(lines) == 3 and [line.split()[0] for line in lines] == [f"speculative.{name}" for name in wrong], lines
     (line,) = refused(flags={"model": "m", "speculative.prompt_lookup_min": 6})
-    assert "prompt_lookup_min is 6; it must be at most prompt_lookup_max, 5" in line
+    assert "prompt_lookup_min is 6 (from flag); it must be at most prompt_lookup_max, 5" in line
     for given in (
         {"speculative.method": "draft_model"},
         {"speculative.model": "d"},
@@ -234,10 +234,10 @@ def test_settings_of_speculative_decoding_that_do_not_fit_are_named() -> None:
         assert "set model if and only if method is draft_model" in line
     draft = {"speculative.method": "draft_model", "speculative.model": "d", "offload.host_ratio": 2, "offload.device_window": 64}
     (line,) = refused(flags={"model": "m"} | draft)
-    assert "speculative.method is draft_model, and offload.device_window is 64" in line
+    assert "speculative.method is draft_model (from flag), and offload.device_window is 64" in line
     sparse = {"model": "m", "speculative.model": "d", "prefill.sparse_policy": "xattention"}
     (line,) = refused(PrefillNodeConfig, flags=sparse)
-    assert "prefill.sparse_policy is xattention, and speculative.model is d" in line
+    assert "prefill.sparse_policy is xattention (from flag), and speculative.model is d" in line
     assert decode().speculative.most_draft_tokens == 0
 
 
@@ -262,9 +262,7 @@ def test_what_may_be_a_mistyped_setting_is_refused_also_if_it_is_like_kubernetes
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("a: [", "is not YAML"),
         ("heartbeat: " + "[" * 5000, "is nested too deeply; it must hold settings"),
-        ("model: m\nmodel: n\n", "model is there twice"),
         ("pool: &a\n  page_size: *a\n", "pool"),
         ("pool: 5\n", "pool is 5"),
     ],
@@ -272,6 +270,19 @@ def test_what_may_be_a_mistyped_setting_is_refused_also_if_it_is_like_kubernetes
 def test_a_broken_file_is_one_line(tmp_path: Path, text: str, named: str) -> None:
     lines = refused(file=yaml_file(tmp_path, text))
     assert len(lines) == 1 and named in lines[0]
+
+
+def test_a_file_that_is_not_yaml_is_shown_with_the_place(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "pool:\n  a: b: c\n")
+    assert refused(file=file) == [
+        f"{file}:2:7: it is not YAML: mapping values are not allowed here",
+        "    a: b: c",
+        "        ^",
+    ]
+    file = yaml_file(tmp_path, "model: m\nmodel: n\n")
+    assert refused(file=file)[0] == f"{file}:2:1: it is not YAML: model is there twice"
+    file = yaml_file(tmp_path, "a: \x07")
+    assert len(refused(file=file)) == 1
 
 
 def test_a_value_that_is_not_utf8_is_refused_whatever_it_is_and_wherever_it_comes_from(tmp_path: Path) -> None:

@@ -164,9 +164,7 @@ class RingConfig(Section):
     @model_validator(mode="after")
     def _check_alignment(self) -> Self:
         if self.capacity_bytes is not None and self.capacity_bytes % ALIGNMENT_BYTES:
-            below = self.capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
             raise ValueError(
-                f"capacity_bytes is {self.capacity_bytes}; it must be a multiple of {ALIGNMENT_BYTES}, "
-                f"for example {below + ALIGNMENT_BYTES}"
+                f"capacity_bytes is {self.capacity_bytes}; it must be a multiple of {ALIGNMENT_BYTES}, for example 64MiB"
             )
         return self

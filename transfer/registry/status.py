@@ -195,10 +195,27 @@ def cancelled_if_gone() -> Iterator[None]:
         raise asyncio.CancelledError from error
 
 
+def is_http1(error: grpc.aio.AioRpcError) -> bool:
+    """Return whether a call failed because its port answers in HTTP/1, as `server.http_port` does."""
+    details = error.details() or ""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and ("Failed parsing HTTP/2" in details or "http1.x" in details)
+
+
+def _connection_details(error: grpc.aio.AioRpcError) -> str:
+    """Return a plain line for the most frequent reasons of failed connections, or an empty text."""
+    if is_http1(error):
+        return "this port speaks HTTP/1, not gRPC; it may be the node's server.http_port"
+    details = error.details() or ""
+    is_refused = (
+        error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details and "Connection refused" in details
+    )
+    return "nothing listens on this port (Connection refused)" if is_refused else ""
+
+
 def error_of(error: grpc.aio.AioRpcError, *, peer: str) -> TransferError:
     """Return the error for the caller's code after a failed call to `peer`; raise it ``from error``."""
     code = error.code()
-    text = f"{peer}: {clip_details(error.details() or code.name)}"
+    text = f"{peer}: {clip_details(_connection_details(error) or error.details() or code.name)}"
     spares_kv = SPARES_KV in tuple(error.trailing_metadata() or ())
     if code is grpc.StatusCode.INTERNAL:
         return EngineError(text, spares_kv=spares_kv)
