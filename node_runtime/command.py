@@ -59,7 +59,7 @@ Port = Annotated[int | None, typer.Option(help="gRPC port; 0 takes a free one (s
 HttpPort = Annotated[
     int | None, typer.Option(help="Port of metrics, health and status page; 0 takes a free one (server.http_port).")
 ]
-TransportName = Annotated[str | None, typer.Option(help="Data plane: auto, ucx, nixl or cuda_ipc (transport.name).")]
+TransportName = Annotated[str | None, typer.Option(help="Data plane: auto, shm, ucx, nixl or cuda_ipc (transport.name).")]
 ReadyFile = Annotated[Path | None, typer.Option(help="Write this file when the node is started (ready_file).")]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error (log.level).")]
 LogFormat = Annotated[str | None, typer.Option(help="text or json (log.format).")]

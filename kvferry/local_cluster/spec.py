@@ -118,7 +118,18 @@ class ClusterSpec:
             prefill_addresses: host:port of the prefill nodes that a decode node joins.
             ready_file: File that the node writes once it is ready.
         """
-        command = [sys.executable, "-m", f"{role}_node", "serve", "--port", str(port), "--ready-file", str(ready_file)]
+        command = [
+            sys.executable,
+            "-m",
+            f"{role}_node",
+            "serve",
+            "--port",
+            str(port),
+            "--http-port",
+            "0",
+            "--ready-file",
+            str(ready_file),
+        ]
         command += ["--log-format", "json", "--log-level", self.log_level]
         if role == "decode":
             command += [part for address in prefill_addresses for part in ("--prefill-node", address)]

@@ -95,7 +95,10 @@ CALLED = ("--insecure", "--target", "127.0.0.1:1")
         (("demo", "--prefill-tp", "0"), "--prefill-tp is 0; it must be in [1, "),
         (("demo", "--decode-page-size", "0"), "--decode-page-size is 0; it must be in [1, "),
         (("demo", "--prefill-order", "XYZ"), "--prefill-order is 'XYZ'; it must be one of NHD, HND"),
-        (("demo", "--transport", "tcp"), "--transport is tcp; it must be one of auto, shm, ucx, nixl, cuda_ipc, which choose RDMA"),
+        (
+            ("demo", "--transport", "tcp"),
+            "--transport is tcp; it must be one of auto, shm, ucx, nixl, cuda_ipc, which choose RDMA",
+        ),
         (("demo", "--json", "/tmp"), "--json is /tmp; it cannot be written: Is a directory"),
         (("generate", "--target", "127.0.0.1:1", "hi", "--token-ids", "1"), "either a prompt or --token-ids"),
         (("generate", "--target", "127.0.0.1:1", "hi", "--top-p", "1.5"), "--top-p is 1.5"),

@@ -61,7 +61,7 @@ class Nodes:
         """
         folder = self._folder / f"{len(self.nodes)}-{role}"
         folder.mkdir()
-        command = [*prefix, sys.executable, "-m", f"{role}_node", "serve"]
+        command = [*prefix, sys.executable, "-m", f"{role}_node", "serve", "--port", "0", "--http-port", "0"]
         command += ["--ready-file", str(ClusterNode.ready_path(folder, role))]
         command += ["--log-format", "json", "--insecure" if is_on_loopback else "--insecure-anywhere"]
         for address in prefill_nodes:

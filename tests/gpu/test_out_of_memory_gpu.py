@@ -159,7 +159,17 @@ def test_a_node_ends_with_the_code_that_no_supervisor_restarts(model: Directory,
     """Its plan assigns most of the device to the pool, but the process may allocate only a twentieth."""
     transport = "ucx" if importlib.util.find_spec("ucxx") else "cuda_ipc"
     settings = {"engine": "tests.gpu.capped_engine:load_engine", "device": "cuda", "transport.name": transport}
-    command = [sys.executable, "-m", f"{role}_node", "serve", "--insecure", "--model", str(model("llama"))]
+    command = [
+        sys.executable,
+        "-m",
+        f"{role}_node",
+        "serve",
+        "--port=0",
+        "--http-port=0",
+        "--insecure",
+        "--model",
+        str(model("llama")),
+    ]
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]
     ended = subprocess.run(command, cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=120, check=False)

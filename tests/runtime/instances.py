@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from transfer.config import DecodeNodeConfig, PrefillNodeConfig
 from transfer.connector.rank_report import RankMemory, RankReady
@@ -56,12 +56,15 @@ def hello(
     )
 
 
+_SHARED: Final = {"log": {"level": "error"}, "tls": {"insecure": 1}, "server": {"port": 0, "http_port": 0}}
+
+
 def prefill_config(folder: Path, **settings: Any) -> PrefillNodeConfig:
-    return PrefillNodeConfig.model_validate({"model": folder, "log": {"level": "error"}, "tls": {"insecure": 1}, **settings})
+    return PrefillNodeConfig.model_validate({"model": folder, **_SHARED, **settings})
 
 
 def decode_config(folder: Path, **settings: Any) -> DecodeNodeConfig:
-    return DecodeNodeConfig.model_validate({"model": folder, "log": {"level": "error"}, "tls": {"insecure": 1}, **settings})
+    return DecodeNodeConfig.model_validate({"model": folder, **_SHARED, **settings})
 
 
 async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:

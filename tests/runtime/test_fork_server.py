@@ -29,7 +29,7 @@ from node_runtime.node_role import preloaded_modules
 from node_runtime.process_setup import TUNABLES, tunables
 from tests.runtime.instances import decode_config, prefill_config
 
-NODE = [sys.executable, "-m", "decode_node", "serve"]
+NODE = [sys.executable, "-m", "decode_node", "serve", "--port=0", "--http-port=0"]
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -56,7 +56,7 @@ def test_each_role_has_the_other_one(tmp_path: Path) -> None:
     ("content", "said"),
     [
         ("model: /models/b\n", "model is /models/b, and /models/a in the settings of the decode node; a change of role leaves"),
-        ("server: {port: 9}\n", "server.port is 9, and 0 in the settings of the decode node"),
+        ("server: {port: 9}\n", "server.port is 9, and 7100 in the settings of the decode node"),
         (
             "ring: {capacity_bytes: 5}\n",
             "ring.capacity_bytes is no setting (from {file}) of prefill-node; it is one of decode-node",

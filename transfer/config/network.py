@@ -76,10 +76,20 @@ class NixlConfig(Section):
     backend: Annotated[str, Field(min_length=1)] = Field(default="UCX", description="NIXL's backend, by its own name.")
 
 
+_PROTOCOLS: Final = ("tcp", "rdma", "rc", "ib", "roce", "nvlink")
+
+
+def _transport_name(value: object) -> object:
+    """Explain names of protocols, which are no transports of kvferry."""
+    if isinstance(value, str) and value.lower() in _PROTOCOLS:
+        raise ValueError(f"it must be auto, shm, ucx, nixl or cuda_ipc; {value} is a protocol, which nixl or ucx uses")
+    return value
+
+
 class TransportConfig(Section):
     """The data plane. The two tiers need a transport in common."""
 
-    name: Literal["auto", "shm", "ucx", "inproc", "nixl", "cuda_ipc"] = Field(
+    name: Annotated[Literal["auto", "shm", "ucx", "nixl", "cuda_ipc", "inproc"], BeforeValidator(_transport_name)] = Field(
         default="auto",
         description=(
             "Transport of the KV. auto chooses for each pair of ranks: cuda_ipc between GPUs with peer access, shm between pools "
@@ -126,6 +136,15 @@ class ServerConfig(Section):
         if self.port and self.port == self.http_port:
             raise ValueError(f"port and http_port are both {self.port}; they must differ")
         return self
+
+
+class NodeServerConfig(ServerConfig):
+    """As `ServerConfig`, with the ports of a daemon. An engine can host several instances on one machine."""
+
+    port: Port = Field(default=7100, description="Port of the public gRPC API; 0 takes a free one.")
+    http_port: Port = Field(
+        default=7180, description="Port of /healthz, /readyz, /metrics and the status page; 0 takes a free one."
+    )
 
 
 class PeersConfig(Section):

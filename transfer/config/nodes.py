@@ -17,7 +17,7 @@ from transfer.config.memory import (
     RingConfig,
     StagingConfig,
 )
-from transfer.config.network import DiscoveryConfig, PeersConfig, ServerConfig, TlsConfig, TransportConfig
+from transfer.config.network import DiscoveryConfig, NodeServerConfig, PeersConfig, ServerConfig, TlsConfig, TransportConfig
 from transfer.config.operation import (
     BreakerConfig,
     DecodeLimitsConfig,
@@ -89,6 +89,7 @@ class NodeConfig(InstanceConfig):
     first_device: CountOrZero = Field(
         default=0, description="Index of rank 0's GPU among the visible ones. The other ranks use the GPUs that follow."
     )
+    server: NodeServerConfig = Field(default_factory=NodeServerConfig, description="Addresses.")
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,
         description="Element type of the computation, the same on both nodes; null means that of the weights.",

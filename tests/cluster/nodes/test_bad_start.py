@@ -102,7 +102,7 @@ def outcomes(nodes: Nodes, words: dict[str, str]) -> Iterator[dict[str, Future[s
 
     def run(refusal: Refusal) -> subprocess.CompletedProcess[str]:
         arguments = [words.get(argument, argument) for argument in refusal.arguments]
-        command = [sys.executable, "-m", f"{refusal.role}_node", "serve", "--insecure", *arguments]
+        command = [sys.executable, "-m", f"{refusal.role}_node", "serve", "--port=0", "--http-port=0", "--insecure", *arguments]
         return subprocess.run(command, env=nodes.environment(), capture_output=True, text=True, timeout=120, check=False)
 
     with ThreadPoolExecutor(max_workers=2) as pool:
