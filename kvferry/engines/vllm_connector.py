@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.v1.request import RequestStatus
 
@@ -30,6 +31,7 @@ from kvferry.engines.vllm_facts import model_fields, read_facts
 from kvferry.engines.vllm_layout import VllmLayout, describe
 from kvferry.engines.vllm_settings import check_version, sides_of, vllm_settings
 from kvferry.engines.vllm_sides import SchedulerSide, StepMessage, WorkerSide
+from kvferry.engines.vllm_windows import WindowBlocks
 
 _DONE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_REPETITION)
 
@@ -41,11 +43,10 @@ class KvferryMetadata(KVConnectorMetadata):
     plan: StepMessage = field(default_factory=StepMessage)
 
 
-class KvferryConnector(KVConnectorBase_V1):
+class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module's docstring.
 
-    It does not declare `SupportsHMA`, so that vLLM disables its hybrid KV cache manager. Layers with a sliding window then have
-    blocks for every token, in one table with the other layers, and can be moved.
+    `SupportsHMA` lets vLLM keep its hybrid KV cache manager on. Layers with a sliding window then have block tables of their own.
 
     Raises:
         ConfigError: A setting is unknown or invalid, or this vLLM is outside the tested range.
@@ -79,16 +80,21 @@ class KvferryConnector(KVConnectorBase_V1):
             self._leader.start()
             self._scheduler = SchedulerSide(
                 self._leader,
-                layout.page_tables,
+                layout.tables_to_fill,
                 sides=self._sides,
                 engine_id=transfer.engine_id,
                 recomputes=transfer.kv_load_failure_policy == "recompute",
+                windows=WindowBlocks(layout.window_tables),
             )
 
     def _described(self) -> VllmLayout:
         return describe(read_facts(self._vllm_config, self._kv_cache_config), windows=self._config.window_layers)
 
     # Called in the scheduler's process
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.use_cache_manager(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.added(request)
@@ -107,8 +113,12 @@ class KvferryConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.received(tuple(connector_output.finished_recving or ()))
+        self._scheduler.sent(tuple(connector_output.finished_sending or ()))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request, is_done=request.status in _DONE)
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, is_done=request.status in _DONE)
 
     # Called by kvferry's scheduler, see vllm_scheduler.py
@@ -146,7 +156,13 @@ class KvferryConnector(KVConnectorBase_V1):
             self._config, instance=self._instance, rank=layout.shard.rank, sides=self._sides, engine=engine
         )
         record = _recorded_event if engine.pool.device.type == "cuda" else None
-        self._worker = WorkerSide(self._rank, layout.page_tables, record=record, layer_ends=layer_ends)
+        self._worker = WorkerSide(
+            self._rank,
+            layout.page_tables,
+            record=record,
+            layer_ends=layer_ends,
+            first_needed_pages=layout.first_needed_pages if layout.window_tables else None,
+        )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, KvferryMetadata)

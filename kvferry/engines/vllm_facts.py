@@ -72,6 +72,7 @@ class VllmFacts:
         is_consumer: Whether the instance receives KV: ``kv_role`` is not ``kv_producer``.
         features: Features in use that change the meaning or the place of KV, as name -> value.
         layers: Layers of this rank that keep KV, in the order of the groups.
+        num_tables: Block tables of a request, one for each of vLLM's KV cache groups.
         shared_layers: Layers that use the KV of another one, as name -> name.
         model_layers: All layers by the model's configuration; empty if kvferry does not know its architecture.
     """
@@ -90,6 +91,7 @@ class VllmFacts:
     is_consumer: bool
     features: Mapping[str, str] = field(default_factory=dict)
     layers: tuple[LayerFacts, ...]
+    num_tables: int = 1
     shared_layers: Mapping[str, str] = field(default_factory=dict)
     model_layers: tuple[LayerSpec, ...] = ()
 
@@ -139,6 +141,7 @@ def _read(vllm_config: Any, kv_cache_config: Any) -> VllmFacts:
             for group, of in enumerate(kv_cache_config.kv_cache_groups)
             for name, spec in _specs(of)
         ),
+        num_tables=len(kv_cache_config.kv_cache_groups),
         shared_layers={
             name: target for name, module in modules.items() if (target := getattr(module, "kv_sharing_target_layer_name", None))
         },

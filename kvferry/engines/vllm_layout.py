@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from kvferry.engines.vllm_facts import LayerFacts, VllmFacts
+from kvferry.engines.vllm_windows import WindowTable
 from transfer.errors import ConfigError, LayoutError
-from transfer.layer_groups import NO_PAGE, layer_groups
+from transfer.layer_groups import NO_PAGE, LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.pool.kv_pool import TORCH_DTYPES, LayerBuffers, PoolView
 
@@ -59,11 +60,11 @@ class WindowLayers(StrEnum):
     """The part of layers with a sliding window that moves. Both sides must use the same."""
 
     WHOLE = "whole"
-    """Every token, as for full attention. Works if vLLM allocates blocks for every token of these layers."""
+    """Every token, as for full attention. Works if vLLM's hybrid KV cache manager is off."""
 
     LAST_WINDOW = "last_window"
-    """The last window of the prompt, as in nodes with the embedded engine. Tokens before it stay unwritten in blocks that vLLM
-    considers whole. So a decode instance must not keep blocks for later prompts."""
+    """The last window of the prompt, as in nodes with the embedded engine. If vLLM's hybrid KV cache manager is off, blocks that
+    vLLM considers whole stay partly unwritten. Then a decode instance must not keep blocks for later prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,10 @@ class VllmLayout:
         shard: The rank's shard; a page is a block, and page numbers are block ids.
         layers: The rank's layers, in the layout's order.
         kv_scales: For 8-bit floats, scales of K and V for each layer of the layout; otherwise empty.
-        block_groups: For each of `layer_groups(layout)`, the index of its block table among those of a vLLM request.
+        groups: The layers of each page table: a group of `layer_groups(layout)`, or a part of one that vLLM gives a block table
+            of its own.
+        block_groups: For each of `groups`, the index of its block table among those of a vLLM request.
+        window_tables: Block tables without blocks for tokens that a window has passed.
         num_blocks: Blocks of each group.
         shared_layers: Layers that use the tensors of another one.
     """
@@ -84,7 +88,9 @@ class VllmLayout:
     shard: Shard
     layers: tuple[LayerFacts, ...]
     kv_scales: tuple[tuple[float, float], ...]
+    groups: tuple[LayerGroup, ...]
     block_groups: tuple[int, ...]
+    window_tables: tuple[WindowTable, ...]
     num_blocks: int
     shared_layers: frozenset[str]
 
@@ -103,8 +109,8 @@ class VllmLayout:
         if unknown := sorted(kv_caches.keys() - wanted - self.shared_layers):
             raise LayoutError(f"layer {unknown[0]} has a tensor, but is in none of vLLM's groups of KV caches")
         buffers = [self._buffers(layer, kv_caches[layer.name]) for layer in self.layers]
-        num_pages = (self.num_blocks,) * len(self.block_groups)
-        return PoolView(layout=self.layout, shard=self.shard, buffers=buffers, num_pages=num_pages)
+        num_pages = (self.num_blocks,) * len(self.groups)
+        return PoolView(layout=self.layout, shard=self.shard, buffers=buffers, num_pages=num_pages, groups=self.groups)
 
     @property
     def layer_ends(self) -> dict[str, int]:
@@ -113,12 +119,37 @@ class VllmLayout:
         return {layer.name: begin + number for number, layer in enumerate(self.layers, 1)}
 
     def page_tables(self, block_ids: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
-        """Return a request's page table for each of `layer_groups(layout)`.
+        """Return a request's page table for each of `groups`.
 
         Args:
             block_ids: ``get_block_ids()`` of the request's blocks: a table for each of vLLM's groups.
         """
         return tuple([NO_PAGE if block == NULL_BLOCK else block for block in block_ids[group]] for group in self.block_groups)
+
+    def tables_to_fill(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[list[int], ...]:
+        """Return page tables in which each token that travels has a page; see `page_tables`.
+
+        vLLM has no block for the first token of a window if the window passes it after the prompt, nor for a last token that it
+        computes itself. These tokens get the null block, which attention ignores.
+
+        Args:
+            num_tokens: Tokens of the prompt.
+        """
+        page_size, tables = self.shard.page_size, self.page_tables(block_ids)
+        for group, table in zip(self.groups, tables, strict=True):
+            table += [NULL_BLOCK] * (-(-num_tokens // page_size) - len(table))
+            first = group.first_travelling_token(num_tokens) // page_size
+            if table[first] == NO_PAGE:
+                table[first] = NULL_BLOCK
+        return tables
+
+    def first_needed_pages(self, next_token: int) -> tuple[int, ...]:
+        """Return for each of `groups` the first page that vLLM keeps if `next_token` is the next token of a step."""
+        tables = {table.group for table in self.window_tables}
+        return tuple(
+            group.first_needed_token(next_token) // self.shard.page_size if index in tables else 0
+            for group, index in zip(self.groups, self.block_groups, strict=True)
+        )
 
     def _buffers(self, layer: LayerFacts, cache: Tensor) -> LayerBuffers:
         """Return K and V, [blocks, tokens, heads, dim] or [blocks, heads, tokens, dim], in the shard's order."""
@@ -198,12 +229,12 @@ def _unpacked(layer: LayerFacts, cache: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def describe(facts: VllmFacts, *, windows: WindowLayers = WindowLayers.WHOLE) -> VllmLayout:
+def describe(facts: VllmFacts, *, windows: WindowLayers | None = None) -> VllmLayout:
     """Convert the facts.
 
     Args:
         facts: Of a worker, if its tensors are viewed; otherwise those of the scheduler suffice.
-        windows: Part of sliding windows that moves.
+        windows: Part of sliding windows that moves. None means the last window if vLLM keeps no more, otherwise all.
 
     Raises:
         ConfigError: A feature in use changes KV, which then cannot be moved; the message names it and its value.
@@ -211,6 +242,8 @@ def describe(facts: VllmFacts, *, windows: WindowLayers = WindowLayers.WHOLE) ->
     """
     check(facts)
     layers = _ordered(facts)
+    if windows is None:
+        windows = WindowLayers.LAST_WINDOW if any(layer.window_tokens for layer in layers) else WindowLayers.WHOLE
     element = _element(layers, facts)
     layout = KVLayout(layers=tuple(_model_specs(layers, facts, windows)), dtype=_plain_dtype("--dtype", facts.model_dtype))
     shard = Shard(
@@ -223,12 +256,16 @@ def describe(facts: VllmFacts, *, windows: WindowLayers = WindowLayers.WHOLE) ->
         order=TokenOrder.NHD if facts.cache_layout.endswith("NHC") else TokenOrder.HND,
         stage_layers=facts.stage_layers if facts.pp_size > 1 else None,
     )
+    kv_scales = tuple(_scales(layers, facts)) if element is DType.FLOAT8_E4M3 else ()
+    groups = tuple(_groups(layout, shard, layers))
     return VllmLayout(
         layout=layout,
         shard=shard,
         layers=layers,
-        kv_scales=tuple(_scales(layers, facts)) if element is DType.FLOAT8_E4M3 else (),
-        block_groups=tuple(_block_groups(layout, shard, layers)),
+        kv_scales=kv_scales,
+        groups=tuple(group for group, _ in groups),
+        block_groups=tuple(table for _, table in groups),
+        window_tables=tuple(_window_tables(layers)),
         num_blocks=facts.num_blocks,
         shared_layers=frozenset(facts.shared_layers),
     )
@@ -246,6 +283,11 @@ def check(facts: VllmFacts) -> None:
         raise LayoutError("no layer of this rank keeps KV; kvferry moves that of attention layers")
     for layer in facts.layers:
         _check_layer(layer, facts)
+    if facts.pp_size > 1 and facts.num_tables > 1:
+        raise LayoutError(
+            f"the layers have {facts.num_tables} block tables, and a stage does not know those of other pipeline stages; start "
+            "vLLM with --disable-hybrid-kv-cache-manager, or use pipeline_parallel_size 1"
+        )
 
 
 def _ordered(facts: VllmFacts) -> tuple[LayerFacts, ...]:
@@ -326,7 +368,7 @@ def _model_specs(layers: Sequence[LayerFacts], facts: VllmFacts, windows: Window
     if facts.pp_size == 1:
         yield from own
         return
-    known = [_moved(spec, facts, windows) for spec in facts.model_layers]
+    known = [_moved(spec, windows) for spec in facts.model_layers]
     if known:
         differing = next((at for at, spec in zip(indices, own, strict=True) if known[at] != spec), None)
         if differing is not None:
@@ -346,12 +388,11 @@ def _spec(layer: LayerFacts, facts: VllmFacts, windows: WindowLayers) -> LayerSp
         return LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=layer.k_head_dim, v_head_dim=0)
     spec = LayerSpec(num_kv_heads=_total_heads(layer, facts), k_head_dim=layer.k_head_dim, v_head_dim=layer.v_head_dim)
     if layer.window_tokens:  # vLLM frees blocks behind the window
-        if windows is WindowLayers.WHOLE or facts.is_consumer:
+        if windows is WindowLayers.WHOLE:
             raise LayoutError(
-                f"layer {layer.name} keeps only a window of {layer.window_tokens} tokens. A decode instance needs blocks for "
-                "every token of the prompt: start vLLM with --disable-hybrid-kv-cache-manager, or with --disable-sliding-window "
-                "where all layers have one. A prefill instance (kv_role kv_producer) may keep it with "
-                f"window_layers={WindowLayers.LAST_WINDOW}"
+                f"layer {layer.name} keeps only a window of {layer.window_tokens} tokens, and window_layers={windows} needs "
+                "blocks for every token of the prompt: leave it out, or start vLLM with --disable-hybrid-kv-cache-manager (with "
+                "--disable-sliding-window if all layers have a window)"
             )
         return replace(spec, kind=LayerKind.SLIDING_WINDOW, window_tokens=layer.window_tokens)
     if windows is WindowLayers.WHOLE:
@@ -362,21 +403,20 @@ def _spec(layer: LayerFacts, facts: VllmFacts, windows: WindowLayers) -> LayerSp
             f"window_layers={WindowLayers.LAST_WINDOW}, but kvferry does not know the model's architecture, nor so which layers "
             f"have a window; use {WindowLayers.WHOLE}"
         )
-    known = _moved(facts.model_layers[layer_index(layer.name)], facts, windows)
+    known = facts.model_layers[layer_index(layer.name)]
+    if known.kind is LayerKind.SLIDING_WINDOW and facts.is_consumer and facts.has_prefix_caching:
+        raise LayoutError(
+            f"window_layers={WindowLayers.LAST_WINDOW} leaves blocks of sliding windows partly unwritten, and this decode "
+            "instance keeps blocks for later prompts; start vLLM without --disable-hybrid-kv-cache-manager, or with "
+            f"--no-enable-prefix-caching, or use {WindowLayers.WHOLE}"
+        )
     return replace(spec, kind=known.kind, window_tokens=known.window_tokens)
 
 
-def _moved(spec: LayerSpec, facts: VllmFacts, windows: WindowLayers) -> LayerSpec:
+def _moved(spec: LayerSpec, windows: WindowLayers) -> LayerSpec:
     """Return the spec of a layer of the model's configuration, as it is moved."""
-    if spec.kind is not LayerKind.SLIDING_WINDOW:
-        return spec
-    if windows is WindowLayers.WHOLE:
+    if spec.kind is LayerKind.SLIDING_WINDOW and windows is WindowLayers.WHOLE:
         return replace(spec, kind=LayerKind.ATTENTION, window_tokens=0)
-    if facts.is_consumer and facts.has_prefix_caching:
-        raise LayoutError(
-            f"window_layers={WindowLayers.LAST_WINDOW} leaves blocks of sliding windows partly unwritten, and this decode "
-            f"instance keeps blocks for later prompts; start vLLM with --no-enable-prefix-caching, or use {WindowLayers.WHOLE}"
-        )
     return spec
 
 
@@ -408,17 +448,23 @@ def _scales(layers: Sequence[LayerFacts], facts: VllmFacts) -> Iterator[tuple[fl
     yield from ((1.0, 1.0),) * sum(facts.stage_layers)
 
 
-def _block_groups(layout: KVLayout, shard: Shard, layers: Sequence[LayerFacts]) -> Iterator[int]:
+def _groups(layout: KVLayout, shard: Shard, layers: Sequence[LayerFacts]) -> Iterator[tuple[LayerGroup, int]]:
+    """Yield the layers of each page table, with the index of its block table."""
     begin = shard.layers(layout).begin
     for group in layer_groups(layout):
-        mine = [layers[layer - begin] for layer in group.layers_of(layout, shard)] or list(layers)
-        tables: dict[int, str] = {}
-        for layer in mine:
-            tables.setdefault(layer.group, layer.name)
-        if len(tables) > 1:
-            first, second = list(tables.values())[:2]
-            raise LayoutError(
-                f"layers {first} and {second} are of one kind but have block tables of their own; start vLLM with "
-                "--disable-hybrid-kv-cache-manager"
-            )
-        yield next(iter(tables))
+        mine = group.layers_of(layout, shard)
+        by_table: dict[int, list[int]] = {}
+        for layer in mine or (begin,):
+            by_table.setdefault(layers[layer - begin].group, []).append(layer)
+        if len(by_table) == 1:
+            yield group, next(iter(by_table))
+            continue
+        for table, of_table in sorted(by_table.items()):
+            yield replace(group, layers=tuple(of_table)), table
+
+
+def _window_tables(layers: Sequence[LayerFacts]) -> Iterator[WindowTable]:
+    """Yield the block tables of layers with a window, if vLLM frees blocks behind it."""
+    found = {layer.group: layer for layer in layers if layer.window_tokens}
+    for group, layer in sorted(found.items()):
+        yield WindowTable(group=group, window_tokens=layer.window_tokens, block_size=layer.block_size)

@@ -34,11 +34,12 @@ class VllmConfig(ConnectorConfig):
         default=False,
         description="Run also in a vLLM version that the connector was not tested with; its hooks may have changed.",
     )
-    window_layers: WindowLayers = Field(
-        default=WindowLayers.WHOLE,
+    window_layers: WindowLayers | None = Field(
+        default=None,
         description=(
             "What moves of layers with a sliding window, the same on both sides: whole, every token; last_window, the last "
-            "window of a prompt, as between kvferry's own nodes."
+            "window of a prompt, as between kvferry's own nodes. null: last_window if vLLM's hybrid KV cache manager is on, "
+            "otherwise whole."
         ),
     )
     api_url: str | None = Field(

@@ -26,10 +26,12 @@ import structlog
 from kvferry.engines.connector import DECODE, PREFILL, Sides
 from kvferry.engines.connector_leader import ConnectorLeader
 from kvferry.engines.connector_rank import ConnectorRank
+from kvferry.engines.vllm_windows import WindowBlocks
 from transfer.connector.bound_prompts import PromptState
 from transfer.connector.incoming_rank import Settled
 from transfer.connector.outgoing_rank import Free
 from transfer.engine_types import DeviceEvent
+from transfer.layer_groups import NO_PAGE
 from transfer.tracing import TRACEPARENT, parse_traceparent
 from transfer.utf8 import is_utf8
 
@@ -41,8 +43,14 @@ log = structlog.get_logger(__name__)
 Blocks = tuple[list[int], ...]
 """A request's blocks in each KV cache group."""
 
-PageTables = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[int]]]
+PageTables = Callable[[Sequence[Sequence[int]]], Sequence[list[int]]]
 """Converts a request's blocks in each KV cache group to its page tables."""
+
+TablesToFill = Callable[[Sequence[Sequence[int]], int], Sequence[Sequence[int]]]
+"""As `PageTables`, for a prompt of so many tokens that is fetched; see `VllmLayout.tables_to_fill`."""
+
+FirstNeededPages = Callable[[int], Sequence[int]]
+"""Returns the first page that vLLM keeps in each page table, by the next token of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +61,14 @@ class OutgoingStep:
         name: Name of the prompt; see `request_id_of`.
         blocks: New blocks in each KV cache group.
         is_fresh: The request was preempted, and has no other blocks.
+        first_token: First token that the step computes.
         num_computed: Tokens whose KV is in the cache after the step.
     """
 
     name: str
     blocks: Blocks
     is_fresh: bool
+    first_token: int
     num_computed: int
 
 
@@ -162,20 +172,23 @@ class SchedulerSide:
         leader: The leader of this instance, started.
         engine_id: vLLM's name of this engine, for routers.
         recomputes: Whether vLLM computes a prompt whose KV did not arrive, instead of failing it (``kv_load_failure_policy``).
+        windows: Blocks of sliding windows. None means that vLLM keeps blocks for every token.
     """
 
     def __init__(
         self,
         leader: ConnectorLeader,
-        page_tables: PageTables,
+        tables_to_fill: TablesToFill,
         *,
         sides: Sides,
         engine_id: str,
         recomputes: bool,
+        windows: WindowBlocks | None = None,
     ) -> None:
         self._leader = leader
         self._sides = sides
-        self._page_tables = page_tables
+        self._tables_to_fill = tables_to_fill
+        self._windows = WindowBlocks() if windows is None else windows
         self._engine_id = engine_id
         self._recomputes = recomputes
         self._outgoing: dict[str, _Outgoing] = {}
@@ -184,6 +197,10 @@ class SchedulerSide:
         self._numbers = itertools.count(1)
         self.may_use_first_tokens = False
         """Whether vLLM's scheduler calls `take_first_tokens` after each step."""
+
+    def use_cache_manager(self, manager: Any) -> None:
+        """Use vLLM's `KVCacheManager`; see `WindowBlocks.use`."""
+        self._windows.use(manager)
 
     def added(self, request: Any) -> None:
         """Offer a new request of the scheduler, if another instance will fetch its prompt."""
@@ -208,6 +225,8 @@ class SchedulerSide:
             return "do_remote_prefill and do_remote_decode are both true; one request can be only one side of a transfer"
         if request.prompt_token_ids is None:
             return "its prompt is embeddings, not tokens"
+        if self._windows and request.max_tokens != 1:
+            return f"its max_tokens is {request.max_tokens}; it must be 1, because vLLM frees blocks of windows as it generates"
         if not isinstance(transfer_id, str) or not 1 <= len(transfer_id) <= MAX_TRANSFER_ID_CHARS or not is_utf8(transfer_id):
             return f"transfer_id is {transfer_id!r:.200}; it must have 1 to {MAX_TRANSFER_ID_CHARS} characters of UTF-8"
         return ""
@@ -222,7 +241,7 @@ class SchedulerSide:
         params = _params_of(request)
         if not params.get("do_remote_prefill"):
             return 0, False
-        num_tokens = len(request.prompt_token_ids or ())
+        num_tokens = self._windows.num_loaded(len(request.prompt_token_ids or ()))
         if num_computed >= num_tokens:
             self._settle_locally(request)
             return 0, False
@@ -266,7 +285,11 @@ class SchedulerSide:
         if before is not None:
             self._leader.cancel(before.name, "its start in the prompt has changed", is_wanted_again=True)
         params = _params_of(request)
-        uses_first_token = self.may_use_first_tokens and _can_use_first_token(request, params)
+        uses_first_token = (
+            self.may_use_first_tokens
+            and _can_use_first_token(request, params)
+            and not self._windows.loses_first_token(len(request.prompt_token_ids))
+        )
         wanted = _Wanted(name=self._name(request), start_token=start_token, uses_first_token=uses_first_token)
         self._wanted[request.request_id] = wanted
         self._leader.want(
@@ -300,7 +323,9 @@ class SchedulerSide:
         wanted = self._wanted.get(request.request_id)
         if num_external_tokens > 0 and wanted is not None and not wanted.is_bound:
             wanted.is_bound = True
-            self._leader.bind(wanted.name, self._page_tables(blocks), start_token=wanted.start_token)
+            num_tokens = len(request.prompt_token_ids)
+            self._windows.leave_uncached(request.request_id, num_tokens, wanted.start_token)
+            self._leader.bind(wanted.name, self._tables_to_fill(blocks, num_tokens), start_token=wanted.start_token)
             _set(request, do_remote_prefill=False)  # it is requested once, even if it fails
 
     def plan(self, scheduled: Any) -> StepMessage:
@@ -313,14 +338,19 @@ class SchedulerSide:
         for request_id in scheduled.preempted_req_ids or ():
             if (outgoing := self._outgoing.get(request_id)) is not None:
                 outgoing.has_blocks = False
+                self._windows.release(request_id)
                 plan.preempted.append(outgoing.name)
                 self._leader.pause(outgoing.name)
         for request_id, blocks, num_computed, is_fresh in _requests_of(scheduled):
             if (outgoing := self._outgoing.get(request_id)) is not None:
                 self._begin(outgoing)  # after a preemption, vLLM allocates blocks without a call of `allocated`
                 end = min(num_computed + scheduled.num_scheduled_tokens[request_id], outgoing.num_prompt_tokens)
-                step = OutgoingStep(name=outgoing.name, blocks=tuple(blocks), is_fresh=is_fresh, num_computed=end)
+                step = OutgoingStep(
+                    name=outgoing.name, blocks=tuple(blocks), is_fresh=is_fresh, first_token=num_computed, num_computed=end
+                )
                 plan.steps.append(step)
+                if end == outgoing.num_prompt_tokens:
+                    self._windows.keep(request_id, end)
         return plan
 
     def _begin(self, outgoing: _Outgoing) -> None:
@@ -333,6 +363,11 @@ class SchedulerSide:
         """Remove requests whose KV arrived or failed on all workers."""
         for request_id in request_ids:
             self._wanted.pop(request_id, None)
+
+    def sent(self, request_ids: Sequence[str]) -> None:
+        """Release blocks of requests whose prompt no worker reads any more."""
+        for request_id in request_ids:
+            self._windows.release(request_id)
 
     def take_first_tokens(self) -> dict[str, int]:
         """Return the first tokens of requests whose KV arrived since the last call, by request id. Call before `received`."""
@@ -357,6 +392,8 @@ class SchedulerSide:
         if outgoing is None:
             return False, None
         self._ends.append(OutgoingEnd(name=outgoing.name, is_held=outgoing.has_blocks))
+        if not outgoing.has_blocks:
+            self._windows.release(request.request_id)
         is_computed = is_done and outgoing.has_blocks and request.num_computed_tokens >= outgoing.num_prompt_tokens
         if not is_computed:
             self._leader.withdraw(outgoing.name, f"the prefill side's engine ended the request: {request.status}")
@@ -394,6 +431,7 @@ class WorkerSide:
         record: Records an event after the work that the device has so far. None means that the device works synchronously.
         layer_ends: Number of layers of the layout up to and including each layer of the worker, by name. Empty means that the KV
             of all layers is reported after the step.
+        first_needed_pages: See `FirstNeededPages`. None means that vLLM keeps all blocks.
     """
 
     def __init__(
@@ -403,8 +441,10 @@ class WorkerSide:
         *,
         record: Callable[[], DeviceEvent] | None = None,
         layer_ends: Mapping[str, int] = MappingProxyType({}),
+        first_needed_pages: FirstNeededPages | None = None,
     ) -> None:
         self._rank = rank
+        self._first_needed_pages = first_needed_pages
         self._page_tables = page_tables
         self._record = record
         self._layer_ends = layer_ends
@@ -458,6 +498,12 @@ class WorkerSide:
             tables = self._tables.get(step.name)
             if tables is None or step.is_fresh:
                 tables = self._tables[step.name] = [[] for _ in new]
+            elif self._first_needed_pages is not None:
+                # vLLM may use the blocks again in the same table. The loop reads the lists, so passed entries get new ones.
+                tables = self._tables[step.name] = [
+                    table if not first or table[first - 1] == NO_PAGE else [NO_PAGE] * first + table[first:]
+                    for table, first in zip(tables, self._first_needed_pages(step.first_token), strict=True)
+                ]
             for table, pages in zip(tables, new, strict=False):
                 table.extend(pages)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from embedded_engine.model_files import read_model_files
 from kvferry.engines.vllm_facts import LayerFacts, VllmFacts
 from kvferry.engines.vllm_layout import VllmLayout, WindowLayers, describe
+from kvferry.engines.vllm_windows import WindowTable
 from tests.adapters.vllm_memory import Memory, facts_of, placed, ranks, recorded
 from transfer.copy import head_slice_copier
 from transfer.errors import LayoutError
@@ -323,8 +324,6 @@ def test_blocks_that_are_cut_for_the_kernel_and_cannot_be_joined() -> None:
 @pytest.mark.parametrize(
     ("case", "match"),
     [
-        ("gemma3-groups", r"layer \S+\.\d\.self_attn\.attn keeps only a window of 64 tokens.*--disable-hybrid-kv-cache-manager"),
-        ("mistral-window", r"layer model\.layers\.0\.self_attn\.attn keeps only a window of 64.*--disable-sliding-window"),
         ("qwen3-next", r"layer model\.layers\.0\.linear_attn keeps a recurrent state \(MambaSpec\); it cannot be moved yet"),
     ],
 )
@@ -340,6 +339,7 @@ def with_layer(facts: VllmFacts, **changes: Any) -> VllmFacts:
     return replace(facts, layers=(*others, replace(last, **changes)))
 
 
+LAST = WindowLayers.LAST_WINDOW
 LLAMA = facts_of(recorded("llama-block32")["rank0"]["facts"])
 FP8 = facts_of(recorded("llama-fp8")["rank0"]["facts"])
 STAGE = facts_of(ranks(recorded("llama-pp2"))[1]["facts"])
@@ -358,7 +358,7 @@ STAGE = facts_of(ranks(recorded("llama-pp2"))[1]["facts"])
         (with_layer(LLAMA, dtype="bfloat16"), r"layers\.0\.\S+ keeps float32, \S+layers\.3\.\S+ bfloat16"),
         (replace(LLAMA, model_dtype="int8"), "--dtype has dtype int8"),
         (with_layer(LLAMA, block_size=64), r"layers\.0\.\S+ has blocks of 32 tokens, \S+layers\.3\.\S+ of 64"),
-        (with_layer(LLAMA, group=1), r"layers\.0\.\S+ and \S+layers\.3\.\S+ are of one kind but have block tables of their own"),
+        (replace(STAGE, num_tables=2), "the layers have 2 block tables, and a stage does not know those of other .* stages"),
         (replace(LLAMA, layers=()), "no layer of this rank keeps KV"),
         (with_layer(LLAMA, name="model.layers.2.cross.attn"), r"layers\.2\.\S+ and \S+\.2\.cross\.attn are caches of one layer"),
         (with_layer(LLAMA, name="model.layers.3.mtp.0.attn"), "has 2 numbers in its name"),
@@ -457,7 +457,8 @@ def test_windows_of_a_model_with_blocks_for_every_token() -> None:
     assert {layer.group for layer in facts.layers} == {0} and facts.has_prefix_caching and facts.is_consumer
     whole = describe(facts)
     assert {spec.kind for spec in whole.layout.layers} == {LayerKind.ATTENTION} and whole.block_groups == (0,)
-    with pytest.raises(LayoutError, match="keeps blocks for later prompts; start vLLM with --no-enable-prefix-caching"):
+    assert not whole.window_tables
+    with pytest.raises(LayoutError, match=r"keeps blocks for later prompts; start vLLM .*--no-enable-prefix-caching"):
         describe(facts, windows=WindowLayers.LAST_WINDOW)
     for able in (replace(facts, has_prefix_caching=False), replace(facts, is_consumer=False)):
         last = describe(able, windows=WindowLayers.LAST_WINDOW)
@@ -466,28 +467,54 @@ def test_windows_of_a_model_with_blocks_for_every_token() -> None:
         assert {spec.window_tokens for spec in last.layout.layers[:5]} == {64}
         assert [group.name for group in layer_groups(last.layout)] == ["full", "window_64"] and last.block_groups == (0, 0)
         assert last.page_tables([[4, 3]]) == ([4, 3], [4, 3])
+        assert not last.window_tables and last.first_needed_pages(200) == (0, 0), "vLLM keeps all blocks"
     with pytest.raises(LayoutError, match="does not know the model's architecture, nor so which layers have a window"):
         describe(replace(facts, model_layers=(), is_consumer=False), windows=WindowLayers.LAST_WINDOW)
 
 
-def test_windows_with_block_tables_of_their_own() -> None:
-    """A prefill instance may drop blocks behind the window; a decode instance may not, see docs/engines.md."""
-    record = recorded("mistral-window-groups")
-    facts = facts_of(record["rank0"]["facts"], is_consumer=False)
-    described = describe(facts, windows=WindowLayers.LAST_WINDOW)
+@pytest.mark.parametrize("case", ["mistral-window", "mistral-window-groups"])
+def test_a_window_in_every_layer(case: str) -> None:
+    record = recorded(case)
+    facts = facts_of(record["rank0"]["facts"])
+    described = describe(facts)
     assert {spec.window_tokens for spec in described.layout.layers} == {64}
     assert described.page_tables([[0, 0, 7]]) == ([NO_PAGE, NO_PAGE, 7],)
+    assert described.window_tables == (WindowTable(group=0, window_tokens=64, block_size=32),)
     assert_moves_window(Rank(facts=facts, memory=Memory.of(record["rank0"]), described=described))
-    with pytest.raises(LayoutError, match=r"A prefill instance .* may keep it with window_layers=last_window"):
-        describe(facts)
-    with pytest.raises(LayoutError, match="A decode instance needs blocks for every token of the prompt"):
-        describe(replace(facts, is_consumer=True, has_prefix_caching=False), windows=WindowLayers.LAST_WINDOW)
-    gemma = facts_of(recorded("gemma3-groups")["rank0"]["facts"], is_consumer=False)
-    assert len({layer.group for layer in gemma.layers}) > 2  # windows are dealt out to several groups
-    with pytest.raises(LayoutError, match="are of one kind but have block tables of their own"):
-        describe(gemma, windows=WindowLayers.LAST_WINDOW)
-    two = tuple(replace(layer, group=1 if layer.window_tokens else 0) for layer in gemma.layers)
-    assert describe(replace(gemma, layers=two), windows=WindowLayers.LAST_WINDOW).block_groups == (0, 1)
+    assert describe(facts, windows=WindowLayers.LAST_WINDOW) == described
+    with pytest.raises(LayoutError, match=r"layers\.0\.\S+ keeps only a window of 64 tokens.*--disable-hybrid-kv-cache-manager"):
+        describe(facts, windows=WindowLayers.WHOLE)
+
+
+def test_windows_with_block_tables_of_their_own() -> None:
+    """vLLM divides the layers into groups of equal size, here of one layer. Layers of one window have several block tables."""
+    record = recorded("gemma3-groups")["rank0"]
+    facts = facts_of(record["facts"])
+    described = describe(facts)
+    assert described.layout == describe(facts_of(recorded("gemma3")["rank0"]["facts"], is_consumer=False), windows=LAST).layout
+    assert [(group.name, group.layers) for group in described.groups] == [("full", (5,))] + [
+        ("window_64", (layer,)) for layer in range(5)
+    ]
+    assert described.block_groups == (5, 0, 1, 2, 3, 4)
+    assert [table.group for table in described.window_tables] == [0, 1, 2, 3, 4]
+    pool = described.pool(Memory.of(record).caches)
+    assert [pool.group_of(layer) for layer in range(6)] == [1, 2, 3, 4, 5, 0]
+    blocks = [[0, 0, 10 + group, 20 + group] for group in range(5)] + [[1, 2, 3, 4]]
+    assert described.page_tables(blocks) == ([1, 2, 3, 4], *([NO_PAGE, NO_PAGE, 10 + group, 20 + group] for group in range(5)))
+    assert described.first_needed_pages(130) == (0, 2, 2, 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "blocks", "filled"),
+    [
+        (128, [0, 0, 7, 8], [NO_PAGE, NO_PAGE, 7, 8]),  # the window begins with a block
+        (127, [0, 0, 7, 8], [NO_PAGE, 0, 7, 8]),  # its first token is the last one of a block, which vLLM does not need
+        (129, [0, 0, 7, 8], [NO_PAGE, NO_PAGE, 7, 8, 0]),  # vLLM computes the last token, and has no block for it yet
+    ],
+)
+def test_tokens_without_a_block_go_to_the_null_block(num_tokens: int, blocks: list[int], filled: list[int]) -> None:
+    described = describe(facts_of(recorded("mistral-window-groups")["rank0"]["facts"]))
+    assert described.tables_to_fill([blocks], num_tokens) == (filled,)
 
 
 def assert_moves_window(rank: Rank) -> None:

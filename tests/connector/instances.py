@@ -94,7 +94,7 @@ class Instance:
                 rank=rank,
                 sides=sides,
                 engine=ConnectorEngine(
-                    layout=LAYOUT,
+                    layout=pool.layout,
                     shard=pool.shard,
                     pool=pool,
                     model_fields={"name": model},

@@ -18,6 +18,7 @@ from tests.connector.instances import DIM, HEADS, LAYERS, PAGES, Instance, kv_of
 from transfer.connector import bound_prompts
 from transfer.connector.bound_prompts import PromptState, PromptView
 from transfer.connector.outgoing_rank import Free
+from transfer.layer_groups import NO_PAGE
 
 PROMPT = prompt_of(100)
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -35,7 +36,7 @@ class Vllm:
         layer_ends: Mapping[str, int] | None = None,
     ) -> None:
         self.instance = instance
-        self.scheduler = SchedulerSide(instance.leader, tables, sides=sides, engine_id="engine-1", recomputes=recomputes)
+        self.scheduler = SchedulerSide(instance.leader, filled, sides=sides, engine_id="engine-1", recomputes=recomputes)
         self.workers = [WorkerSide(rank, tables, layer_ends=layer_ends or {}) for rank in instance.ranks]
         self.on_layer: Callable[[int], None] = lambda layer: None  # called when a layer of a step is reported
         self.free = list(range(1, PAGES))  # block 0 is the null block
@@ -173,6 +174,11 @@ def side() -> Iterator[Vllm]:
 
 def tables(blocks: Sequence[Sequence[int]]) -> Sequence[list[int]]:
     return [list(table) for table in blocks]
+
+
+def filled(blocks: Sequence[Sequence[int]], num_tokens: int) -> Sequence[list[int]]:
+    """Page tables of a prompt that is fetched."""
+    return tables(blocks)
 
 
 def send(prefill: Vllm, name: str, prompt: Sequence[int], **params: Any) -> dict[str, Any]:
@@ -346,15 +352,39 @@ def test_a_workers_reports_within_steps() -> None:
     events = iter(range(100))
     worker = WorkerSide(rank, tables, record=lambda: cast(Any, next(events)), layer_ends={f"{n}": n + 1 for n in range(4)})
     for number in range(2):
-        step = OutgoingStep(name="a|1", blocks=([number],), is_fresh=not number, num_computed=16 * (number + 1))
+        first, end = 16 * number, 16 * (number + 1)
+        step = OutgoingStep(name="a|1", blocks=([number],), is_fresh=not number, first_token=first, num_computed=end)
         plan = StepMessage(steps=[step])
         for layer in (*"0123", "shared"):
             worker.layer_computed(plan, layer)
         assert len(reports) == 2 * (number + 1), "before the step ends"
         worker.computed(plan)
     assert reports == [(2, [0], 16, 0), (None, [0], 16, 1), (2, [0, 1], 32, 2), (None, [0, 1], 32, 3)]
-    worker.computed(StepMessage(steps=[OutgoingStep(name="a|1", blocks=(), is_fresh=False, num_computed=40)]))
+    step = OutgoingStep(name="a|1", blocks=(), is_fresh=False, first_token=32, num_computed=40)
+    worker.computed(StepMessage(steps=[step]))
     assert reports[4:] == [(None, [0, 1], 40, 4)], "a replayed CUDA graph reports no layer"
+
+
+def test_blocks_that_a_window_has_passed_leave_the_page_table() -> None:
+    """vLLM may use them again in the same table, and a page table on a GPU must not have a page twice."""
+    reports: list[list[list[int]]] = []
+
+    class Rank:
+        def progress_all(self, prompts: Any, event: object, *, end_layer: int | None) -> None:
+            reports.append([tables for _, tables, _ in prompts])
+
+    rank: Any = Rank()
+    worker = WorkerSide(rank, tables, first_needed_pages=lambda next_token: (0, max(0, next_token - 32) // 16))
+    for first, blocks in ((0, ([1, 2, 3], [4, 5, 6])), (48, ([7], [8])), (64, ([9], [4])), (80, ())):
+        step = OutgoingStep(name="a|1", blocks=blocks, is_fresh=not first, first_token=first, num_computed=first + 16)
+        worker.computed(StepMessage(steps=[step]))
+    assert [found for ((_, found),) in reports] == [
+        [4, 5, 6],  # a copy that still reads it sees no later change
+        [NO_PAGE, 5, 6, 8],
+        [NO_PAGE, NO_PAGE, 6, 8, 4],
+        [NO_PAGE, NO_PAGE, NO_PAGE, 8, 4],
+    ]
+    assert reports[-1][0][0] == [1, 2, 3, 7, 9]
 
 
 def test_what_the_decode_side_has_in_its_prefix_cache_is_not_sent(pair: Pair) -> None:
@@ -608,7 +638,7 @@ class AskedLeader:
 )
 def test_a_fetch_belongs_to_the_clients_trace(headers: dict[str, str] | None, told: str) -> None:
     leader: Any = AskedLeader()
-    scheduler = SchedulerSide(leader, tables, sides=DECODE, engine_id="e", recomputes=True)
+    scheduler = SchedulerSide(leader, filled, sides=DECODE, engine_id="e", recomputes=True)
     request = SimpleNamespace(
         request_id="b",
         prompt_token_ids=list(PROMPT),
@@ -630,7 +660,7 @@ def test_a_prefix_cache_that_grows_before_there_are_blocks(can_start_late: bool)
         cancel=lambda name, reason, *, is_wanted_again: told.append(reason),
         bind=lambda name, tables, *, start_token: told.append((tables, start_token)),
     )
-    scheduler = SchedulerSide(cast(Any, leader), tables, sides=DECODE, engine_id="engine-1", recomputes=True)
+    scheduler = SchedulerSide(cast(Any, leader), filled, sides=DECODE, engine_id="engine-1", recomputes=True)
     request = SimpleNamespace(
         request_id="b",
         prompt_token_ids=list(PROMPT),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -221,6 +222,19 @@ def test_a_view_of_an_engines_tensors_is_a_pool_without_a_copy(order: TokenOrder
     assert sum(int(tensor.count_nonzero()) for tensor in memory) == stored, (
         "every value lies in the engine's memory, and no other"
     )
+
+
+def test_a_view_has_the_page_tables_of_its_engine() -> None:
+    """Two layers of full attention have one table each, with different numbers of pages."""
+    buffers, _ = own_tensors(TokenOrder.NHD)
+    shard = Shard(tp_size=2, tp_rank=1, page_size=3)
+    full, *others = layer_groups(HYBRID)
+    own = (*(replace(full, layers=(layer,)) for layer in full.layers), *others)
+    view = PoolView(layout=HYBRID, shard=shard, buffers=buffers, groups=own)
+    assert view.groups == own and view.num_pages == (PAGES[0], *PAGES)
+    assert [view.group_of(layer) for layer in range(5)] == [3, 0, 2, 1, 3]
+    with pytest.raises(LayoutError, match="the model has 4 groups of layers"):
+        PoolView(layout=HYBRID, shard=shard, buffers=buffers, groups=own, num_pages=PAGES)
 
 
 def test_tensors_of_an_engine_are_checked() -> None:

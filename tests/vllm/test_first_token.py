@@ -76,7 +76,7 @@ class ReadyConnector(KvferryConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self.leader: Any = Leader()
-        self._scheduler = SchedulerSide(self.leader, lambda blocks: blocks, sides=DECODE, engine_id="e", recomputes=True)
+        self._scheduler = SchedulerSide(self.leader, lambda blocks, _: blocks, sides=DECODE, engine_id="e", recomputes=True)
 
     def shutdown(self) -> None: ...
 

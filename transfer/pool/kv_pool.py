@@ -309,14 +309,21 @@ class KVPool:
             for group, count in zip(groups, counts, strict=True)
             if (mine := group.layers_of(layout, shard))
         }
-        self._setup(layout, shard, counts, parts)
+        self._setup(layout, shard, groups, counts, parts)
 
-    def _setup(self, layout: KVLayout, shard: Shard, num_pages: tuple[int, ...], parts: Mapping[LayerGroup, PagedKVPool]) -> None:
+    def _setup(
+        self,
+        layout: KVLayout,
+        shard: Shard,
+        groups: tuple[LayerGroup, ...],
+        num_pages: tuple[int, ...],
+        parts: Mapping[LayerGroup, PagedKVPool],
+    ) -> None:
         if not parts:
             raise LayoutError(f"stage {shard.pp_rank} of {shard.pp_size} has no layers; a pool has at least one")
         self.layout = layout
         self.shard = shard
-        self.groups: tuple[LayerGroup, ...] = layer_groups(layout)
+        self.groups: tuple[LayerGroup, ...] = groups
         self.num_pages = num_pages
         self.page_size = shard.page_size
         self.order = shard.order
@@ -382,15 +389,23 @@ class PoolView(KVPool):
             memory a head's elements too. The layers of a group have equally many pages.
         num_pages: Pages of each group. The nodes need it if this rank's stage has no layer of a group, because the ranks of an
             instance count alike. None means the pages of the tensors, and 0 for such a group.
+        groups: Groups of the engine, whose page tables it has. An engine may divide a group of `layer_groups(layout)` into
+            several. None means `layer_groups(layout)`.
 
     Raises:
         LayoutError: A tensor does not fit the layout and the shard, or `num_pages` does not fit the tensors.
     """
 
     def __init__(
-        self, *, layout: KVLayout, shard: Shard, buffers: Sequence[LayerBuffers], num_pages: Sequence[int] | None = None
+        self,
+        *,
+        layout: KVLayout,
+        shard: Shard,
+        buffers: Sequence[LayerBuffers],
+        num_pages: Sequence[int] | None = None,
+        groups: tuple[LayerGroup, ...] | None = None,
     ) -> None:
-        stage, groups = shard.layers(layout), layer_groups(layout)
+        stage, groups = shard.layers(layout), layer_groups(layout) if groups is None else groups
         if len(buffers) != len(stage):
             raise LayoutError(f"buffers has {len(buffers)} layers; this rank has {len(stage)}")
         if num_pages is not None and len(num_pages) != len(groups):
@@ -416,7 +431,7 @@ class PoolView(KVPool):
         devices = {part.device for part in parts.values()}
         if len(devices) > 1:
             raise LayoutError(f"buffers lie on {', '.join(sorted(map(str, devices)))}; must all lie on one device")
-        self._setup(layout, shard, tuple(counts), parts)
+        self._setup(layout, shard, groups, tuple(counts), parts)
 
 
 def _common_shape(layout: KVLayout, shard: Shard, layers: Sequence[int]) -> tuple[bool, DType]:

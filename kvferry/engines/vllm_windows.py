@@ -1,0 +1,108 @@
+"""Sliding windows in vLLM's block tables, on the scheduler.
+
+With its hybrid KV cache manager, vLLM gives layers with a window block tables of their own, and frees blocks that a window has
+passed. Of a prompt, the last window travels. vLLM's blocks differ from it at both of its ends:
+
+- vLLM keeps one token less, because the token after the prompt cannot reach the window's first token. But a decode instance
+  computes the prompt's last token again, and that token reaches it. So prefill keeps the block of the first token until the KV is
+  sent, and decode loads one token less where vLLM would have no block for the first token.
+- Decode's first block of a window also has tokens before the window, which are not written. vLLM's prefix cache would give such a
+  block to later prompts. So it is counted as cached already, which keeps it out of the cache.
+
+This file imports nothing of vLLM. It calls `KVCacheManager` of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transfer.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowTable:
+    """A block table of layers with a sliding window.
+
+    Args:
+        group: Index of the table among those of a vLLM request.
+        window_tokens: Tokens that attention can reach, including the newest.
+        block_size: Tokens of a block.
+    """
+
+    group: int
+    window_tokens: int
+    block_size: int
+
+    def first_token(self, num_tokens: int) -> int:
+        """Return the first token of a prompt of `num_tokens` that travels."""
+        return max(0, num_tokens - self.window_tokens)
+
+    def loses_first_token(self, num_tokens: int) -> bool:
+        """Return whether the window's first token is the last one of its block, which vLLM frees after the prompt."""
+        return num_tokens >= self.window_tokens and not (num_tokens - self.window_tokens + 1) % self.block_size
+
+
+class WindowBlocks:
+    """Blocks of windows, of the requests of one scheduler.
+
+    Args:
+        tables: Empty if vLLM keeps blocks for every token.
+    """
+
+    def __init__(self, tables: Sequence[WindowTable] = ()) -> None:
+        self._tables = tuple(tables)
+        self._manager: Any = None
+        self._kept: dict[str, list[Any]] = {}  # blocks that vLLM has freed or is about to free, by request
+
+    def __bool__(self) -> bool:
+        return bool(self._tables)
+
+    def use(self, manager: Any) -> None:
+        """Use vLLM's `KVCacheManager`.
+
+        Raises:
+            ConfigError: It lacks an attribute, because this vLLM has another version.
+        """
+        try:
+            caches = [manager.coordinator.single_type_managers[table.group].num_cached_block for table in self._tables]
+            needed = (*caches, manager.block_pool.touch, manager.block_pool.free_blocks, manager.get_blocks)
+        except AttributeError as error:
+            raise ConfigError(f"this vLLM is not one that kvferry knows (0.32 and 0.33): {error}") from error
+        assert all(one is not None for one in needed)
+        self._manager = manager
+
+    def loses_first_token(self, num_tokens: int) -> bool:
+        """Return whether a request whose prompt is loaded whole has no block for a window's first token."""
+        return any(table.loses_first_token(num_tokens) for table in self._tables)
+
+    def num_loaded(self, num_tokens: int) -> int:
+        """Return the tokens of a prompt that vLLM loads; it computes the others."""
+        return num_tokens - self.loses_first_token(num_tokens)
+
+    def keep(self, request_id: str, num_tokens: int) -> None:
+        """Keep the blocks of the first tokens of windows until `release`. The prompt's last step is scheduled."""
+        losing = [table for table in self._tables if table.loses_first_token(num_tokens)]
+        if not losing or request_id in self._kept:
+            return
+        blocks = self._manager.get_blocks(request_id).blocks
+        kept = [blocks[table.group][table.first_token(num_tokens) // table.block_size] for table in losing]
+        self._manager.block_pool.touch(kept)
+        self._kept[request_id] = kept
+
+    def release(self, request_id: str) -> None:
+        """Release the blocks of `keep`. No-op if there are none."""
+        if kept := self._kept.pop(request_id, None):
+            self._manager.block_pool.free_blocks(kept)
+
+    def leave_uncached(self, request_id: str, num_tokens: int, start_token: int) -> None:
+        """Keep a loading request's blocks that are not written whole out of the prefix cache.
+
+        Args:
+            start_token: First token that is loaded. Blocks before it come from the cache.
+        """
+        for table in self._tables:
+            cached = self._manager.coordinator.single_type_managers[table.group].num_cached_block
+            first = max(start_token, table.first_token(num_tokens))
+            cached[request_id] = max(cached.get(request_id, 0), -(-first // table.block_size))

@@ -1,0 +1,119 @@
+"""Sliding windows: vLLM's hybrid KV cache manager stays on, only windows travel, and the tokens are those of one vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvferry.demo.kinds import ModelKind
+from kvferry.demo.model import make_demo_model
+from tests.samples import sample
+from tests.vllm.answers import Answer, answers
+from tests.vllm.commands import vllm_command, vllm_environment
+from tests.vllm.instances import assert_nothing_is_left, connector, kvferry_metrics, page
+from tests.vllm.servers import Server, Servers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    prefill: Server
+    decode: Server
+    router: Server
+    decode_block: int
+
+
+@pytest.fixture(scope="module")
+def windows_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Gemma 3 whose layers have a window of 64 tokens, except every fourth."""
+    return make_demo_model(tmp_path_factory.mktemp("models") / "windows", kind=ModelKind.SLIDING)
+
+
+@pytest.fixture(scope="module")
+def plain(servers: Servers, windows_model: Path) -> Server:
+    command = vllm_command(windows_model, args=["--block-size", "32"])
+    return servers.start("windows-reference", command, vllm_environment(in_core=True)).wait_ready()
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Server, prompts: Mapping[int, str]) -> dict[int, Answer]:
+    found = asyncio.run(answers(plain.url, prompts.values()))
+    return dict(zip(prompts, found, strict=True))
+
+
+CUTS = {"tp2-block32-to-tp1-block64": (2, 32, 1, 64), "tp1-block64-to-tp2-block32": (1, 64, 2, 32)}
+
+
+@pytest.fixture(scope="module", params=CUTS.values(), ids=CUTS)
+def pair(
+    request: pytest.FixtureRequest, vllm_server: Callable[..., Server], route: Callable[..., Server], windows_model: Path
+) -> Iterator[Pair]:
+    prefill_tp, prefill_block, decode_tp, decode_block = request.param
+    scheduler = ["--scheduler-cls", "kvferry.engines.vllm_scheduler.FirstTokenScheduler"]
+    prefill = vllm_server(
+        windows_model,
+        tp=prefill_tp,
+        kv_transfer_config=connector("kv_producer"),
+        name=f"windows-prefill-tp{prefill_tp}",
+        in_core=prefill_tp == 1,
+        args=["--max-num-batched-tokens", "128", "--block-size", str(prefill_block)],
+    )
+    decode = vllm_server(
+        windows_model,
+        tp=decode_tp,
+        kv_transfer_config=connector("kv_consumer", {"join_on_request": True}),
+        name=f"windows-decode-tp{decode_tp}",
+        in_core=decode_tp == 1,
+        args=["--block-size", str(decode_block), *scheduler],
+    )
+    prefill.wait_ready()
+    decode.wait_ready()
+    router = route(prefill=[prefill], decode=[decode]).wait_ready()
+    yield Pair(prefill=prefill, decode=decode, router=router, decode_block=decode_block)
+    for server in (router, prefill, decode):
+        server.kill()
+
+
+def moved_bytes(model: Path, lengths: Sequence[int]) -> int:
+    """KV of prompts in float32: all tokens of full attention, the last window of the other layers."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    layer_bytes = config["num_key_value_heads"] * config["head_dim"] * 2 * 4
+    window = config["sliding_window"]
+    num_full = config["layer_types"].count("full_attention")
+    num_windows = config["num_hidden_layers"] - num_full
+    return sum(layer_bytes * (num_full * length + num_windows * min(length, window)) for length in lengths)
+
+
+async def test_tokens_and_bytes_of_windows(
+    pair: Pair, windows_model: Path, prompts: Mapping[int, str], expected: Mapping[int, Answer]
+) -> None:
+    before = sample(kvferry_metrics(pair.prefill), "kvferry_transferred_bytes_total")
+    found = await answers(pair.router.url, prompts.values())
+    assert dict(zip(prompts, found, strict=True)) == expected
+    assert_nothing_is_left(pair.prefill, pair.decode)
+    await asyncio.sleep(1.0)  # what a rank says of itself is half a second old
+    moved = sample(kvferry_metrics(pair.prefill), "kvferry_transferred_bytes_total") - before
+    assert moved == moved_bytes(windows_model, list(prompts))
+    assert sample(kvferry_metrics(pair.prefill), "kvferry_resends_total") == 0
+
+
+async def test_prefix_hits(pair: Pair, plain: Server, prompts: Mapping[int, str], expected: Mapping[int, Answer]) -> None:
+    """Both sides have prompts in their prefix caches, decode as they were received. Longer prompts begin with them.
+
+    A window's first block was received in part. A hit that includes it would change the tokens.
+    """
+    assert expected
+    await answers(pair.router.url, prompts.values())
+    longer = {length: f"{prompt} {' '.join(prompt.split()[: length // 7])}" for length, prompt in prompts.items()}
+    before = sample(page(f"{pair.decode.url}/metrics"), "vllm:prefix_cache_hits_total")
+    reference, found = await asyncio.gather(answers(plain.url, longer.values()), answers(pair.router.url, longer.values()))
+    assert found == reference
+    again = await answers(pair.router.url, longer.values())
+    assert again == reference
+    if pair.decode_block < 64:  # otherwise a window is one block, of which prompts hardly ever leave a whole one
+        assert sample(page(f"{pair.decode.url}/metrics"), "vllm:prefix_cache_hits_total") > before
+    assert_nothing_is_left(pair.prefill, pair.decode)
