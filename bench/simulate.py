@@ -3,8 +3,8 @@
     python -m bench.simulate --nodes 2,8,64                  # sizes each number of nodes: split, ring, staging, highest load
     python -m bench.simulate --prefill 2 --decode 2 --rate 9 # one cluster under one load
 
-Stage times come from a file (--times; those in bench/simulation/*.yaml by name). docs/scaling.md says what the model knows, how
-far it is off where it was compared with a cluster, and how to read its tables.
+Stage times come from a file (--times; those in bench/simulation/*.yaml by name). docs/scaling.md explains its use, and
+docs/simulation.md how far it is off.
 """
 
 from __future__ import annotations
