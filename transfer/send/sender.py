@@ -376,7 +376,11 @@ class Sender:
             self._eager[unlooked] = self._eager.pop(unlooked)
             self._eager[unlooked].waiting.begin_turn()
         starving = _Starving(self._sessions, self._eager, self._staging)
+        has_one = self._staging.has_one
         for number, session in list(self._eager.items()):
+            # Without a free slot, only a session with a place has room. Most sessions of a busy rank have none.
+            if not (self._staging.num_free or session.is_direct or has_one(number)):
+                continue
             waiting = session.waiting
             while waiting.has_free:
                 if session.is_direct:
