@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from docs.counterparts import SGLANG, VLLM, Counterpart
@@ -86,25 +86,39 @@ def metrics_page() -> str:
         "The store and offload have series only if they are set up.",
         "A reason, a method or a link has a series from its first event on.",
         "",
-        "Dashboards and alerts: [deploy](../deploy/README.md). What to do: [troubleshooting](troubleshooting.md). The",
+        "[Dashboards](../deploy/README.md#dashboards), [alerts](../deploy/README.md#alerts), [troubleshooting](troubleshooting.md). The",
         "router has metrics of its own: [engines](engines.md).",
     ]
+    common = _common_labels()
+    lines += ["", "## Labels", "", "| label | values |", "|---|---|"]
+    lines += [f"| `{label}` | {_values(values)} |" for label, values in common.items()]
     for title, server, specs in SECTIONS:
-        lines += ["", f"## {title}", ""]
-        lines += ["| metric | type | unit | labels | served by | meaning | what to do with it |", "|---|---|---|---|---|---|---|"]
-        lines += [_row(spec, server) for spec in specs]
+        lines += ["", f"## {title}", "", f"Served by: {server}.", ""]
+        lines += ["| metric | type | labels | tier | meaning | what to do with it |", "|---|---|---|---|---|---|"]
+        lines += [_row(spec, common) for spec in specs]
     lines += ["", "## Questions and where the answers are", "", "| question | PromQL |", "|---|---|"]
     lines += [f"| {question} | `{_escaped(query)}` |" for question, query in QUESTIONS]
     lines += _counterparts("vLLM", VLLM) + _counterparts("SGLang", SGLANG)
     return "\n".join(lines) + "\n"
 
 
-def _row(spec: MetricSpec, server: str) -> str:
-    labels = "; ".join(f"`{label}`: {_values(values)}" for label, values in zip(spec.labels, spec.values, strict=True))
-    roles = " and ".join(spec.roles)
+def _common_labels() -> dict[str, tuple[str, ...] | str]:
+    """Return the labels that have the same values in all metrics."""
+    found: dict[str, set[tuple[str, ...] | str]] = {}
+    for _, _, specs in SECTIONS:
+        for spec in specs:
+            for label, values in zip(spec.labels, spec.values, strict=True):
+                found.setdefault(label, set()).add(values)
+    return {label: next(iter(values)) for label, values in sorted(found.items()) if len(values) == 1}
+
+
+def _row(spec: MetricSpec, common: Mapping[str, object]) -> str:
+    labels = "; ".join(
+        f"`{label}`" if label in common else f"`{label}`: {_values(values)}"
+        for label, values in zip(spec.labels, spec.values, strict=True)
+    )
     name = f'<a id="{spec.shown_name}"></a>`{spec.shown_name}`'
-    cells = (name, spec.kind, spec.unit, labels, f"{roles}: {server}", spec.help, spec.advice)
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join((name, spec.kind, labels, ' and '.join(spec.roles), spec.help, spec.advice))} |"
 
 
 def _values(values: tuple[str, ...] | str) -> str:
