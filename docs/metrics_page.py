@@ -86,8 +86,8 @@ def metrics_page() -> str:
         "The store and offload have series only if they are set up.",
         "A reason, a method or a link has a series from its first event on.",
         "",
-        "[Dashboards](../deploy/README.md#dashboards), [alerts](../deploy/README.md#alerts), [troubleshooting](troubleshooting.md). The",
-        "router has metrics of its own: [engines](engines.md).",
+        "[Dashboards](../deploy/README.md#dashboards), [alerts](../deploy/README.md#alerts),",
+        "[troubleshooting](troubleshooting.md). The [router](engines.md) has metrics of its own.",
     ]
     common = _common_labels()
     lines += ["", "## Labels", "", "| label | values |", "|---|---|"]
