@@ -266,6 +266,7 @@ def repeated_questions(watch: Watch, *, num_chunks: int = MAX_CHUNKS_PER_MESSAGE
         server = UnixControlServer(f"unix://{folder}/control")
         server.allow(question.session)
         client = UnixControlClient(server.address, session_id=question.session)
+        client.watch(asyncio.get_running_loop(), lambda payload: None)  # the loop sends what the socket cannot take at once
 
         def on_received(received: Received) -> None:
             nonlocal answers
