@@ -87,7 +87,7 @@ def metrics_page() -> str:
         "A reason, a method or a link has a series from its first event on.",
         "",
         "[Dashboards](../deploy/README.md#dashboards), [alerts](../deploy/README.md#alerts),",
-        "[troubleshooting](troubleshooting.md). The [router](engines.md) has metrics of its own.",
+        "[troubleshooting](troubleshooting.md). The [router](router.md) has metrics of its own.",
     ]
     common = _common_labels()
     lines += ["", "## Labels", "", "| label | values |", "|---|---|"]

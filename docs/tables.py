@@ -203,7 +203,7 @@ def toy_engine(_: str) -> str:
 REGIONS: Final[Mapping[str, Mapping[str, Callable[[str], str]]]] = {
     "SECURITY.md": {"message-limits": table(message_limits)},
     "docs/embedded-engine.md": {"families": table(families)},
-    "docs/engines.md": {"router-metrics": table(router_metrics)},
+    "docs/router.md": {"router-metrics": table(router_metrics)},
     "docs/integration.md": {"toy-engine": toy_engine},
     "docs/observability.md": {"spans": table(spans)},
     "docs/operations.md": {"exit-codes": table(exit_codes)},

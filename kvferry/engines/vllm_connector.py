@@ -4,7 +4,7 @@
                            "kv_role": "kv_producer", "kv_connector_extra_config": {"tls": {"insecure": 1}}}'
 
 vLLM makes one of these objects in its scheduler's process and one in each worker's. They pass vLLM's calls on to
-`kvferry.engines.vllm_sides`, which needs no vLLM. docs/engines.md describes how to run it.
+`kvferry.engines.vllm_sides`, which needs no vLLM. docs/vllm.md describes how to run it.
 """
 
 from __future__ import annotations

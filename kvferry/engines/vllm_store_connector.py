@@ -6,7 +6,7 @@
 
 vLLM decides which blocks are saved and loaded, and copies them to and from host memory. `StoreTier` is a secondary tier: it loads
 blocks that host memory does not have, and saves blocks that were copied to host memory. It passes these calls on to
-`kvferry.engines.vllm_store`. So prefixes, windows, aborts and preemptions follow vLLM's rules. docs/engines.md describes how to
+`kvferry.engines.vllm_store`. So prefixes, windows, aborts and preemptions follow vLLM's rules. docs/vllm.md describes how to
 run the connector, docs/adr/0059 the reasons for this design.
 
 It is based on interfaces of vLLM 0.32 that vLLM calls experimental: `OffloadingConnector`, `TieringOffloadingSpec` and

@@ -47,7 +47,7 @@ def configuration_page() -> str:
             lines += ["Settings of kvferry inside [vLLM, SGLang](engines.md) or [your own engine](integration.md).", ""]
             lines += ["The environment is read there, too.", ""]
         if config_type is StoreConnectorConfig:
-            lines += ["Settings of `KvferryStoreConnector` ([engines](engines.md#the-store-of-a-vllm-instance)).", ""]
+            lines += ["Settings of `KvferryStoreConnector` ([engines](vllm.md#the-store-of-a-vllm-instance)).", ""]
         is_node = issubclass(config_type, NodeConfig)
         rows = {path: _row(path, field) for path, field in settings(config_type)}
         if (same := [path for path, row in rows.items() if shown.get(path) == row]) and not is_node:
