@@ -73,11 +73,23 @@ class WorkerThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            work, on_done = item
-            try:
-                result = work()
-            except Exception as error:
-                self.post(self._on_crash, error)
-            else:
-                self.post(on_done, result)
+        while self._do_next():
+            pass
+
+    def _do_next(self) -> bool:
+        """Do the next work. Return False if there is none any more.
+
+        A function, so that the thread keeps nothing of a work while it waits: the memory of a copy can be a mapping of a peer's
+        ring, which ends with its last reference (`transfer.transport.shm`).
+        """
+        item = self._work.get()
+        if item is None:
+            return False
+        work, on_done = item
+        try:
+            result = work()
+        except Exception as error:
+            self.post(self._on_crash, error)
+        else:
+            self.post(on_done, result)
+        return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, get_args
@@ -41,6 +42,28 @@ async def test_work_runs_in_order_on_one_other_thread_and_answers_on_the_loop() 
     assert await lane.call(lambda: 42) == 42
     assert done == [(number, "copies") for number in range(20)]
     assert not crashes
+    assert lane.close(timeout_s=5.0)
+
+
+async def test_a_waiting_thread_keeps_nothing_of_its_last_work() -> None:
+    """A gather's target can be a mapping of a peer's ring, which stays in quarantine until the last reference is gone."""
+    lane = WorkerThread("copies", asyncio.get_running_loop(), lambda error: None)
+    gone, done = threading.Event(), threading.Event()
+
+    def gather_into(target: set[int]) -> set[int]:
+        return target
+
+    def submit() -> None:
+        class Target(set[int]):
+            pass
+
+        target = Target()
+        weakref.finalize(target, gone.set)
+        lane.submit(partial(gather_into, target), lambda result: done.set())
+
+    submit()
+    await until(done.is_set)
+    await until(gone.is_set)
     assert lane.close(timeout_s=5.0)
 
 
