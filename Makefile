@@ -105,8 +105,11 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
+# Documents also avoid words that are common in code and tests. Words in backquotes do not count.
 spelling: setup
 	$(BIN)/codespell
+	$(BIN)/codespell -D docs/words-of-documents.txt --ignore-regex '`[^`]*`|\(protocol[^)]*\)' README.md deploy/README.md \
+		$(filter-out docs/protocol.md docs/seeds.md docs/fuzzing.md,$(wildcard docs/*.md))
 
 # Only their own tests count for the pure core and the state machines. A branch without a test is an undocumented rule.
 CORE_TESTS := tests/unit/test_{layout,layer_groups,chunk,piece_size,ring,ring_index,messages,page_allocator,instance,breaker,model_shape,model_directory,plan}.py \

@@ -85,7 +85,7 @@ VLLM: Final = (
     _same(
         "vllm:kv_cache_usage_perc",
         "kvferry_pool_pages",
-        'Pages by group and state: 1 - free / all. state="reserved" is promised and not yet filled.',
+        'Pages by group and state: 1 - free / all. state="reserved" is set aside and not yet filled.',
     ),
     _same(
         ("vllm:kv_offload_load_bytes", "vllm:kv_offload_store_bytes"),

@@ -48,7 +48,7 @@ SPANS: Final = (
     SpanSpec(
         name="kvferry.generate",
         recorded_by="decode leader",
-        parent="the client's, if it told one",
+        parent="the client's, if it sent one",
         meaning="a request, from Generate to its last token",
         attributes=(
             "request_id",

@@ -396,13 +396,13 @@ TRANSFER_METRICS: Final = (
         "dropped_messages",
         "Control messages that broke a rule and were dropped.",
         ("reason", "at most 32 constant words, and other"),
-        advice="A few beside restarts and lost peers are ordinary; a steady rate is a peer of another build, or a stranger.",
+        advice="A few beside restarts and lost peers are ordinary; a steady rate is a peer of another build, or an attack.",
     ),
     counter(
         "refused_connections",
         "Connections to the control port that showed no key of an attached writer.",
         roles=DECODE,
-        advice="Strangers reach the rank's control port: see Ports in docs/network.md.",
+        advice="Other processes reach the control port of the rank: see Ports in docs/network.md.",
     ),
     counter(
         "watermark_acks",
@@ -569,7 +569,7 @@ RANK_STATE_METRICS: Final = (
         "Calls to a decode rank that the caller's certificate does not allow.",
         ("method", "methods of the rank's gRPC services"),
         roles=DECODE,
-        advice="See docs/tls.md: a name is missing in tls.peer_names, or a stranger calls.",
+        advice="See docs/tls.md: a name is missing in tls.peer_names, or an unknown process calls.",
     ),
     gauge(
         "rank_requests",
