@@ -59,6 +59,26 @@ def test_relative_links_resolve() -> None:
     assert {file.relative_to(ROOT).as_posix(): broken for file, broken in found.items() if broken} == {}
 
 
+def test_documents_that_other_files_name_exist() -> None:
+    """Help, errors, alerts and comments write the path of a document from the root, some with the anchor of a heading."""
+    suffixes = {".env", ".html", ".proto", ".py", ".service", ".sh", ".toml", ".yaml", ".yml"}
+    places = [place for place in ROOT.iterdir() if place.is_dir() and not place.name.startswith((".", "_"))]
+    files = [
+        ROOT / "Makefile",
+        ROOT / "pyproject.toml",
+        *(file for place in places for file in place.rglob("*") if file.suffix in suffixes),
+    ]
+    missing = []
+    for file in files:
+        for path, _, anchor in re.findall(
+            r"\b((?:docs|deploy)/(?:adr/|models/)?[\w.-]+\.md)(#([\w-]+))?", file.read_text(encoding="utf-8")
+        ):
+            document = ROOT / path
+            if not document.is_file() or (anchor and anchor not in _anchors(document.read_text(encoding="utf-8"))):
+                missing.append(f"{file.relative_to(ROOT)}: {path}{'#' if anchor else ''}{anchor}")
+    assert missing == []
+
+
 def test_tests_that_documents_name_exist() -> None:
     """Documents write `test_name`, `tests/path.py` or `tests/path.py::test_name`, or list the tests in a comment."""
     files = list((ROOT / "tests").rglob("*.py"))
