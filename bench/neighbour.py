@@ -7,7 +7,7 @@ The engine has the shape of Llama 3 8B and made-up weights: decode steps of 32 r
 `transfer.copy.device_copy_queue` does. It scatters during decode steps and gathers during prefill steps. Rounds with and without
 copies alternate. ``--rehearse`` checks the benchmark itself with a tiny model on the CPU.
 
-Commit 3a162c07 could limit the number of Triton programs per copy. The results are in docs/performance.md.
+Commit 3a162c07 could limit the number of Triton programs per copy. The results are in docs/measurements.md.
 """
 
 from __future__ import annotations
