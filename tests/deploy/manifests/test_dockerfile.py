@@ -37,7 +37,7 @@ def test_hadolint_accepts_the_dockerfile(tmp_path: Path) -> None:
 def test_the_builder_receives_every_package_and_no_other_file() -> None:
     packages = {name.partition(".")[0] for name in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
     copied = {name for line in re.findall(r"^COPY (?!--)(.+)$", TEXT, re.M) for name in line.split()[:-1]}
-    assert copied == packages | {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
+    assert copied == packages | {"pyproject.toml", "setup.py", "constraints.txt", "README.md", "LICENSE"}
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert ignored[1] == "*"
     assert {line[1:] for line in ignored if line.startswith("!")} == copied
