@@ -35,9 +35,12 @@ PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
 DOCS_VENV := .kvferry/docs-venv
 DOCS_STAMP := $(DOCS_VENV)/.installed
+WHEEL_VENV := .kvferry/wheel-venv
+WHEEL_STAMP := $(WHEEL_VENV)/.installed
+WHEEL_TOOLS := build==1.6.1 twine==7.0.0
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
-.PHONY: help setup demo demo-cluster test test-cluster check-deploy test-all test-gpu test-rdma test-vllm test-sglang check lint types spelling docs site docs-check proto proto-check proto-lint coverage mutation bench fuzz model clean
+.PHONY: help setup demo demo-cluster test test-cluster check-deploy test-all test-gpu test-rdma test-vllm test-sglang check lint types spelling docs site docs-check proto proto-check proto-lint coverage mutation bench fuzz model wheel clean
 
 help: ## list targets and settings
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -185,6 +188,22 @@ site: $(DOCS_STAMP) ## build the documentation site in .kvferry/site; warnings a
 docs-check: setup # check that the output of make docs is committed
 	@$(BIN)/python -m docs.tables --check
 
+$(WHEEL_STAMP): Makefile
+	@rm -rf $(WHEEL_VENV)
+	@$(or $(PYTHON),python3) -m venv $(WHEEL_VENV)
+	@$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(WHEEL_TOOLS)
+	@touch $@
+
+# The extension module is optional at the installation from source, but a wheel without it would be slow everywhere.
+wheel: $(WHEEL_STAMP) ## build the sdist and the wheel into dist/, and check them
+	@rm -rf build dist
+	@$(WHEEL_VENV)/bin/python -m build --outdir dist . > /dev/null
+	@$(WHEEL_VENV)/bin/twine check --strict dist/*
+	@$(WHEEL_VENV)/bin/python -m zipfile --list dist/kvferry-*.whl | grep 'transfer/copy/_host_copy.abi3.so' > /dev/null \
+	|| { echo "the wheel has no compiled module: install gcc and Python's headers" >&2; exit 1; }
+	@tar -tzf dist/kvferry-*.tar.gz --wildcards '*/transfer/copy/_host_copy.c' > /dev/null
+	@ls -l dist
+
 clean: ## remove .venv, tools, caches and build outputs, but no model folders
-	rm -rf .venv transfer/copy/*.so $(PROTO_VENV) $(DOCS_VENV) .kvferry/docs-scripts .kvferry/site .kvferry/rdma .kvferry/vllm-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info .coverage*
+	rm -rf .venv transfer/copy/*.so $(PROTO_VENV) $(DOCS_VENV) $(WHEEL_VENV) .kvferry/docs-scripts .kvferry/site .kvferry/rdma .kvferry/vllm-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

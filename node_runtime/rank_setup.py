@@ -99,7 +99,9 @@ def _check_transport(config: NodeConfig) -> None:
         raise ConfigError(f"transport.name is shm, which joins pools in host memory, and device is {config.device}: choose auto")
     if name == "auto":
         usable = [name for name in _LIBRARIES if name != "shm" and (name != "cuda_ipc" or config.device == "cuda")]
-        if not any(_has_library(name) for name in usable):
+        # Peers of a node that binds a loopback address are on this machine, where shm needs no library.
+        is_shm_enough = config.device == "cpu" and is_loopback(config.server.host)
+        if not is_shm_enough and not any(_has_library(name) for name in usable):
             raise ConfigError(
                 "transport.name is auto, and no transport is installed: pip install "
                 + " or ".join(_LIBRARIES[name][1] for name in usable)

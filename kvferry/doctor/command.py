@@ -121,10 +121,11 @@ def examine_node(address: str, security: Security | None) -> Iterator[Finding]:
 
 
 def transports_here(version_of: Callable[[str], str | None], *, has_gpu: bool) -> tuple[str, ...]:
-    """Return the transports of this machine: `shm`, `ucx`, `nixl` if installed, and `cuda_ipc` if there is also a GPU."""
+    """Return the transports of this machine: `shm`, `ucx` and `nixl` if installed, and `cuda_ipc` if there is also a GPU."""
+    has_ucx = version_of("ucxx-cu13") or version_of("ucxx-cu12")
     has_nixl = version_of("nixl-cu13") or version_of("nixl-cu12")
     has_cuda_ipc = has_gpu and version_of("cuda-bindings")
-    return ("shm", "ucx", *(("nixl",) if has_nixl else ()), *(("cuda_ipc",) if has_cuda_ipc else ()))
+    return ("shm", *(("ucx",) if has_ucx else ()), *(("nixl",) if has_nixl else ()), *(("cuda_ipc",) if has_cuda_ipc else ()))
 
 
 def check_transfer(transport: str, measure: Callable[[str], LoopbackResult]) -> Finding:

@@ -142,7 +142,10 @@ def ucx_devices(rdma_devices: Sequence[str]) -> Finding:
         context = lib.UCXContext({}, (lib.Feature.TAG, lib.Feature.WAKEUP))
         names = parse_ucx_resources(str(context.info))
         version = ".".join(map(str, lib.get_ucx_version()))
-    except Exception as error:  # a missing package, a missing shared library, or UCX's own refusal
+    except ModuleNotFoundError:
+        text = "not installed; nodes of other machines need it, or nixl"
+        return warn("ucx", text, "pip install 'kvferry[ucx-cu13]' (or ucx-cu12; no GPU needed)")
+    except Exception as error:  # a missing shared library, or UCX's own refusal
         text = " ".join(f"{type(error).__name__}: {error}".split())
         return fail("ucx", text, "pip install 'kvferry[ucx-cu13]' (or ucx-cu12; no GPU needed)")
     wrapper = installed_version("ucxx-cu13") or installed_version("ucxx-cu12") or "of unknown version"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import resource
 import socket
@@ -300,3 +301,13 @@ def test_the_command_looks_at_them(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found.exit_code == 0 and "warn server.port" in found.output and "ok   server.http_port" in found.output
     missing = CliRunner().invoke(app, ["doctor", "--node-config", str(tmp_path / "none.yaml")])
     assert missing.exit_code == exit_codes.BAD_INPUT and "none.yaml cannot be read" in missing.output
+
+
+def test_a_machine_without_ucx_can_transfer_within_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    found = host.ucx_devices([])
+    assert found.state is State.WARN and "nodes of other machines need it" in found.text
+    assert doctor.transports_here(lambda name: None, has_gpu=True) == ("shm",)

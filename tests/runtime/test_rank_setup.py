@@ -13,7 +13,7 @@ from kvferry.demo.kinds import ModelKind
 from kvferry.demo.model import make_demo_model
 from node_runtime.rank_setup import check_before_start, open_transport, own_instance
 from tests.runtime.instances import LAYOUT
-from transfer.config import DecodeNodeConfig, PrefillNodeConfig, TransportConfig
+from transfer.config import DecodeNodeConfig, NodeServerConfig, PrefillNodeConfig, TransportConfig
 from transfer.copy.digest import DIGEST_WORDS, DIGEST_XXH3
 from transfer.errors import ConfigError
 from transfer.instance import CAPABILITIES, check_compatible
@@ -106,8 +106,15 @@ def test_transports_that_cannot_serve_are_refused(model: Path, name: str, reason
 )
 def test_a_library_that_is_missing_is_named(model: Path, name: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    elsewhere = config(model, name=name).model_copy(update={"server": NodeServerConfig(host="10.1.2.3")})
     with pytest.raises(ConfigError, match=re.escape(missing)):
-        check_before_start(config(model, name=name))
+        check_before_start(elsewhere)
+
+
+def test_within_one_machine_auto_needs_no_library(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a bare `pip install kvferry` can start its default transport."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    check_before_start(config(model, name="auto"))
 
 
 def test_speculative_decoding_of_a_recurrent_model_is_refused(tmp_path: Path) -> None:

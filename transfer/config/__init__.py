@@ -20,6 +20,7 @@ from transfer.config.memory import (
 )
 from transfer.config.network import (
     DiscoveryConfig,
+    NodeServerConfig,
     ServerConfig,
     TlsConfig,
     TransportConfig,
@@ -74,6 +75,7 @@ __all__ = [
     "HostMemoryConfig",
     "LogConfig",
     "NodeConfig",
+    "NodeServerConfig",
     "PrefillLimitsConfig",
     "PrefillNodeConfig",
     "ProcessConfig",
