@@ -222,6 +222,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                     life.memory_watch.step_failed(f"rank {rank}: {message.reason}")
                 if message.is_fatal:
                     # Often another rank has died. The requests end with the life, not because of an error of their own.
+                    life.generation.on_engine_lost()
                     self.lose(f"rank {rank}: {message.reason}")
                 else:
                     life.generation.on_step_failed(message)

@@ -156,6 +156,7 @@ class DecodeRequests:
         self._max_steps = DECODE_STEPS_IN_FLIGHT if can_overlap else 1
         self._steps: deque[RunDecodeStep] = deque()  # in flight, the oldest first
         self._num_steps = 0
+        self._is_engine_lost = False
         self._debt_s = 0.0  # time of the last step that read the store, less that of the steps since
 
     @property
@@ -295,7 +296,13 @@ class DecodeRequests:
 
     # Messages from the ranks
 
+    def on_engine_lost(self) -> None:
+        """Send no further step, and ignore the outcomes of those under way. The life is about to end."""
+        self._is_engine_lost = True
+
     def on_step_done(self, message: StepDone) -> None:
+        if self._is_engine_lost:
+            return
         if not self._steps or message.step != self._steps[0].step:
             raise LocalProtocolError(f"step {message.step} is done, but it is not the oldest one under way")
         parts = self._steps.popleft().parts
@@ -434,7 +441,7 @@ class DecodeRequests:
 
     def _send_steps(self) -> None:
         """Send next steps until the maximum number is in flight, or no request can be in another step."""
-        while len(self._steps) < self._max_steps and (step := self._next_step()) is not None:
+        while not self._is_engine_lost and len(self._steps) < self._max_steps and (step := self._next_step()) is not None:
             self._steps.append(step)
             self._broadcast(step)
             self._watch.step_sent()

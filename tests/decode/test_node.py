@@ -21,6 +21,7 @@ from decode_node.node import READ_S, DecodeNode
 from decode_node.rank_messages import CODEC, DRAFT_BYTES, PART_BYTES, DecodeStepPart, RunDecodeStep, check_step_fits
 from decode_node.text import TextCodec
 from node_runtime.daemon import Daemon, NodeState
+from node_runtime.rank_messages import StepDone, StepFailed
 from tests.decode.leader_world import Text, turns
 from tests.decode.local_nodes import LocalContext, serve_locally
 from tests.prefill.join_server import CUT, JoinServer
@@ -231,6 +232,17 @@ async def test_a_drain_waits_for_a_client_that_has_not_taken_all_of_its_tokens(
         else:
             await asyncio.sleep(READ_S)
         assert await draining == 0 == one.node.num_in_flight
+
+
+@in_virtual_time
+async def test_outcomes_after_the_engine_is_lost_do_not_hide_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has died in step 1, and another rank reports its overlapping step 2, which had nothing left to compute."""
+    lost: list[str] = []
+    async with serving(tmp_path, monkeypatch) as one:
+        monkeypatch.setattr(one.node, "lose", lost.append)
+        one.node.ranks.on_message(0, StepFailed(step=1, request_ids=("a",), reason="connection closed", is_fatal=True))
+        one.node.ranks.on_message(0, StepDone(step=2, tokens={}, compute_s=0.0))
+    assert lost == ["rank 0: connection closed"]
 
 
 @in_virtual_time

@@ -114,6 +114,15 @@ async def test_a_failed_step_ends_its_own_requests_and_not_those_that_joined_aft
     assert tokens_told(request) == [FIRST_TOKEN, 8] and len(tokens_told(other)) == 5
 
 
+async def test_no_step_follows_once_the_engine_is_lost(world: World) -> None:
+    request = await running(world, "a", new=9)
+    world.leader.on_engine_lost()
+    world.finish_step(token=8)
+    assert shown(world) == [[("a", None, 4)]] and tokens_told(request) == [FIRST_TOKEN]
+    await running(world, "b", new=9)
+    assert shown(world) == [[("a", None, 4)]]
+
+
 async def test_a_request_at_fault_is_in_one_more_step(world: World) -> None:
     request = await running(world, "a", new=9)
     world.finish_step(faults=["a"])
