@@ -26,6 +26,9 @@ PAGES: Final = {
 }
 """Pages of the site that lie outside docs/, by their path in the repository."""
 
+RECORDS: Final = ("adr/", "changelog.md", "seeds.md")
+"""Beginnings of pages that are records. Search lists them after the pages for users."""
+
 _log = logging.getLogger("mkdocs.plugins.kvferry")
 _LINK_OR_CODE: Final = re.compile(
     r"^(?P<fence> *(?:```+|~~~+)).*?^(?P=fence)\s*$"
@@ -61,6 +64,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rewrite links from paths in the repository to pages of the site, or to the repository's own address."""
+    if page.file.src_uri.startswith(RECORDS):
+        page.meta["search"] = {"boost": 0.3}
     here = next((path for path, name in PAGES.items() if name == page.file.src_uri), f"docs/{page.file.src_uri}")
 
     def rewrite(link: re.Match[str]) -> str:
