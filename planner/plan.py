@@ -1,4 +1,4 @@
-"""The memory plan of a rank, made before any memory is allocated. docs/memory.md explains every line.
+"""The memory plan of a rank, made before any memory is allocated. docs/memory-model.md explains every line.
 
 `make_plan` turns `PlanInputs` into a `MemoryPlan`, whose lines add up to the device. A model that does not fit raises a
 `MemoryPlanError` with the largest terms and the flags that would help, instead of running out of memory later.
