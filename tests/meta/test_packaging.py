@@ -20,7 +20,12 @@ def _distribution(requirement: str) -> str:
 
 def _requirements() -> list[str]:
     project = PYPROJECT["project"]
-    return [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    of_the_site = (ROOT / "docs" / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return [
+        *project["dependencies"],
+        *(one for extra in project["optional-dependencies"].values() for one in extra),
+        *(line for line in of_the_site if not line.startswith("#")),
+    ]
 
 
 def _pins() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The memory plan, by hand: the numbers of published models' plans are worked out here beside what `make_plan` says.
 
-A reader needs no more than the model's config.json (tests/unit/configs) and docs/memory.md. Then what must hold of any plan.
+A reader needs only the model's config.json (tests/unit/configs) and docs/memory-model.md. Then what must hold of any plan.
 """
 
 from __future__ import annotations
