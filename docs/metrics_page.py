@@ -59,7 +59,7 @@ QUESTIONS: Final = (
         "kvferry_ring_live_bytes / kvferry_ring_capacity_bytes",
     ),
     (
-        "Into how many descriptors would the same transfers have been cut, for each write?",
+        "Into how many descriptors would the same transfers have been divided, for each write?",
         "1 + sum(rate(kvferry_writes_avoided_total[5m])) / sum(rate(kvferry_writes_total[5m]))",
     ),
     ("How much of the time does an engine compute?", "rate(kvferry_step_seconds_sum[1m])"),
