@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import openai
 import pytest
 
 from kvferry.demo.kinds import ModelKind
 from kvferry.demo.model import make_demo_model
+from tests.cluster.open_nodes import open_nodes
 from tests.samples import sample
-from tests.vllm.answers import Answer, answers
+from tests.vllm.answers import MAX_TOKENS, Answer, answer, answers, client
 from tests.vllm.commands import vllm_command, vllm_environment
 from tests.vllm.instances import assert_nothing_is_left, connector, kvferry_metrics, page
+from tests.vllm.our_nodes import all_generated, free_port, launch
 from tests.vllm.servers import Server, Servers
 
 
@@ -45,14 +49,15 @@ def expected(plain: Server, prompts: Mapping[int, str]) -> dict[int, Answer]:
     return dict(zip(prompts, found, strict=True))
 
 
-CUTS = {"tp2-block32-to-tp1-block64": (2, 32, 1, 64), "tp1-block64-to-tp2-block32": (1, 64, 2, 32)}
+CUTS = {"tp2-block32-to-tp1-block64": (2, 32, 64, 1, 64, 72), "tp1-block64-to-tp2-block32": (1, 64, 40, 2, 32, 220)}
+"""TP degree, tokens of a block and number of blocks on both sides. All prompts together need more blocks."""
 
 
 @pytest.fixture(scope="module", params=CUTS.values(), ids=CUTS)
 def pair(
     request: pytest.FixtureRequest, vllm_server: Callable[..., Server], route: Callable[..., Server], windows_model: Path
 ) -> Iterator[Pair]:
-    prefill_tp, prefill_block, decode_tp, decode_block = request.param
+    prefill_tp, prefill_block, prefill_blocks, decode_tp, decode_block, decode_blocks = request.param
     scheduler = ["--scheduler-cls", "kvferry.engines.vllm_scheduler.FirstTokenScheduler"]
     prefill = vllm_server(
         windows_model,
@@ -60,7 +65,10 @@ def pair(
         kv_transfer_config=connector("kv_producer"),
         name=f"windows-prefill-tp{prefill_tp}",
         in_core=prefill_tp == 1,
-        args=["--max-num-batched-tokens", "128", "--block-size", str(prefill_block)],
+        args=[
+            *("--max-num-batched-tokens", "128"),
+            *("--block-size", str(prefill_block), "--num-gpu-blocks-override", str(prefill_blocks)),
+        ],
     )
     decode = vllm_server(
         windows_model,
@@ -68,7 +76,7 @@ def pair(
         kv_transfer_config=connector("kv_consumer", {"join_on_request": True}),
         name=f"windows-decode-tp{decode_tp}",
         in_core=decode_tp == 1,
-        args=["--block-size", str(decode_block), *scheduler],
+        args=["--block-size", str(decode_block), "--num-gpu-blocks-override", str(decode_blocks), *scheduler],
     )
     prefill.wait_ready()
     decode.wait_ready()
@@ -106,14 +114,60 @@ async def test_prefix_hits(pair: Pair, plain: Server, prompts: Mapping[int, str]
 
     A window's first block was received in part. A hit that includes it would change the tokens.
     """
-    assert expected
-    await answers(pair.router.url, prompts.values())
-    longer = {length: f"{prompt} {' '.join(prompt.split()[: length // 7])}" for length, prompt in prompts.items()}
+    few = {length: prompts[length] for length in (64, 384, 513, 600)}  # one by one, so that their blocks stay in the caches
+    found = await answers(pair.router.url, few.values(), at_once=1)
+    assert dict(zip(few, found, strict=True)) == {length: expected[length] for length in few}
+    longer = [f"{prompt} {' '.join(prompt.split()[: length // 7])}" for length, prompt in few.items()]
     before = sample(page(f"{pair.decode.url}/metrics"), "vllm:prefix_cache_hits_total")
-    reference, found = await asyncio.gather(answers(plain.url, longer.values()), answers(pair.router.url, longer.values()))
-    assert found == reference
-    again = await answers(pair.router.url, longer.values())
-    assert again == reference
-    if pair.decode_block < 64:  # otherwise a window is one block, of which prompts hardly ever leave a whole one
+    reference = await answers(plain.url, longer)
+    for _ in range(2):
+        assert await answers(pair.router.url, longer, at_once=1) == reference
+    if pair.decode_block < 64:  # of prompts longer than the window, decode has no whole window
         assert sample(page(f"{pair.decode.url}/metrics"), "vllm:prefix_cache_hits_total") > before
     assert_nothing_is_left(pair.prefill, pair.decode)
+
+
+async def test_the_prefill_server_is_killed(pair: Pair, prompts: Mapping[int, str], expected: Mapping[int, Answer]) -> None:
+    """Decode computes prompts whose KV did not arrive, with all the blocks that windows need for that."""
+    lengths = list(prompts)[-8:]
+    asking = asyncio.create_task(answers(pair.router.url, [prompts[length] for length in lengths]))
+    await asyncio.sleep(0.3)
+    pair.prefill.kill()
+    async with asyncio.timeout(100):
+        with contextlib.suppress(openai.APIStatusError):  # the router reports requests that decode did not have yet
+            found = await asking
+            assert dict(zip(lengths, found, strict=True)) == {length: expected[length] for length in lengths}
+    assert_nothing_is_left(pair.decode)
+    alone = await answers(pair.decode.url, [prompts[length] for length in lengths])
+    assert alone == [expected[length] for length in lengths]
+
+
+async def test_windows_between_vllm_and_our_nodes(
+    vllm_server: Callable[..., Server],
+    windows_model: Path,
+    prompts: Mapping[int, str],
+    expected: Mapping[int, Answer],
+    tmp_path: Path,
+) -> None:
+    with open_nodes(tmp_path) as nodes, free_port() as port, free_port() as address:
+        settings = {"api_url": f"http://127.0.0.1:{port}", "server": {"port": address}, "join_on_request": True}
+        server = vllm_server(
+            windows_model,
+            kv_transfer_config=connector("kv_both", settings),
+            name="windows-with-nodes",
+            in_core=True,
+            port=port,
+            args=["--block-size", "32"],
+        )
+        prefill = launch(nodes, "prefill", windows_model, limits__max_step_tokens=128, chunk__chunk_tokens=64)
+        decode = launch(nodes, "decode", windows_model, f"127.0.0.1:{address}")
+        server.wait_ready()
+        await nodes.until_started(prefill, decode)
+        generated = await all_generated(decode.address, list(prompts.values()), max_tokens=MAX_TOKENS)
+        assert {length: made for length, (made, _) in zip(prompts, generated, strict=True)} == expected
+        params = {"do_remote_prefill": True, "remote_address": prefill.address}
+        async with client(server.url) as asking:
+            extra = {"kv_transfer_params": params, "cache_salt": "nodes"}
+            found = await asyncio.gather(*(answer(asking, prompt, extra=extra) for prompt in prompts.values()))
+        assert dict(zip(prompts, found, strict=True)) == expected
+        assert_nothing_is_left(server)
