@@ -73,12 +73,13 @@ class VllmLayout:
 
     Args:
         layout: KV of the whole model, without layers that use the KV of another one.
-        shard: The rank's shard; a page is a block, and page numbers are block ids.
+        shard: The rank's shard; a page is a block, and page numbers are block ids. Its page size is that of the shortest blocks.
         layers: The rank's layers, in the layout's order.
         kv_scales: For 8-bit floats, scales of K and V for each layer of the layout; otherwise empty.
         groups: The layers of each page table: a group of `layer_groups(layout)`, or a part of one that vLLM gives a block table
             of its own.
         block_groups: For each of `groups`, the index of its block table among those of a vLLM request.
+        page_sizes: For each of `groups`, the tokens of a block.
         window_tables: Block tables without blocks for tokens that a window has passed.
         num_blocks: Blocks of each group.
         shared_layers: Layers that use the tensors of another one.
@@ -90,6 +91,7 @@ class VllmLayout:
     kv_scales: tuple[tuple[float, float], ...]
     groups: tuple[LayerGroup, ...]
     block_groups: tuple[int, ...]
+    page_sizes: tuple[int, ...]
     window_tables: tuple[WindowTable, ...]
     num_blocks: int
     shared_layers: frozenset[str]
@@ -110,7 +112,14 @@ class VllmLayout:
             raise LayoutError(f"layer {unknown[0]} has a tensor, but is in none of vLLM's groups of KV caches")
         buffers = [self._buffers(layer, kv_caches[layer.name]) for layer in self.layers]
         num_pages = (self.num_blocks,) * len(self.groups)
-        return PoolView(layout=self.layout, shard=self.shard, buffers=buffers, num_pages=num_pages, groups=self.groups)
+        return PoolView(
+            layout=self.layout,
+            shard=self.shard,
+            buffers=buffers,
+            num_pages=num_pages,
+            groups=self.groups,
+            page_sizes=self.page_sizes,
+        )
 
     @property
     def layer_ends(self) -> dict[str, int]:
@@ -135,8 +144,8 @@ class VllmLayout:
         Args:
             num_tokens: Tokens of the prompt.
         """
-        page_size, tables = self.shard.page_size, self.page_tables(block_ids)
-        for group, table in zip(self.groups, tables, strict=True):
+        tables = self.page_tables(block_ids)
+        for group, page_size, table in zip(self.groups, self.page_sizes, tables, strict=True):
             table += [NULL_BLOCK] * (-(-num_tokens // page_size) - len(table))
             first = group.first_travelling_token(num_tokens) // page_size
             if table[first] == NO_PAGE:
@@ -147,8 +156,8 @@ class VllmLayout:
         """Return for each of `groups` the first page that vLLM keeps if `next_token` is the next token of a step."""
         tables = {table.group for table in self.window_tables}
         return tuple(
-            group.first_needed_token(next_token) // self.shard.page_size if index in tables else 0
-            for group, index in zip(self.groups, self.block_groups, strict=True)
+            group.first_needed_token(next_token) // page_size if index in tables else 0
+            for group, page_size, index in zip(self.groups, self.page_sizes, self.block_groups, strict=True)
         )
 
     def _buffers(self, layer: LayerFacts, cache: Tensor) -> LayerBuffers:
@@ -251,7 +260,7 @@ def describe(facts: VllmFacts, *, windows: WindowLayers | None = None) -> VllmLa
         tp_rank=facts.tp_rank,
         pp_size=facts.pp_size,
         pp_rank=facts.pp_rank,
-        page_size=_block_size(layers),
+        page_size=min(layer.block_size for layer in layers),
         dtype=None if element is layout.dtype else element,
         order=TokenOrder.NHD if facts.cache_layout.endswith("NHC") else TokenOrder.HND,
         stage_layers=facts.stage_layers if facts.pp_size > 1 else None,
@@ -264,7 +273,8 @@ def describe(facts: VllmFacts, *, windows: WindowLayers | None = None) -> VllmLa
         layers=layers,
         kv_scales=kv_scales,
         groups=tuple(group for group, _ in groups),
-        block_groups=tuple(table for _, table in groups),
+        block_groups=tuple(layer.group for _, layer in groups),
+        page_sizes=tuple(layer.block_size for _, layer in groups),
         window_tables=tuple(_window_tables(layers)),
         num_blocks=facts.num_blocks,
         shared_layers=frozenset(facts.shared_layers),
@@ -350,17 +360,6 @@ def _plain_dtype(name: str, dtype: str) -> DType:
     return DType(dtype)
 
 
-def _block_size(layers: Sequence[LayerFacts]) -> int:
-    first = layers[0]
-    for layer in layers:
-        if layer.block_size != first.block_size:
-            raise LayoutError(
-                f"layer {first.name} has blocks of {first.block_size} tokens, {layer.name} of {layer.block_size}; they must be "
-                "equal: start vLLM with --disable-hybrid-kv-cache-manager"
-            )
-    return first.block_size
-
-
 def _model_specs(layers: Sequence[LayerFacts], facts: VllmFacts, windows: WindowLayers) -> Iterator[LayerSpec]:
     """Yield all layers of the model that keep KV, in order."""
     own = [_spec(layer, facts, windows) for layer in layers]
@@ -395,7 +394,7 @@ def _spec(layer: LayerFacts, facts: VllmFacts, windows: WindowLayers) -> LayerSp
                 "--disable-sliding-window if all layers have a window)"
             )
         return replace(spec, kind=LayerKind.SLIDING_WINDOW, window_tokens=layer.window_tokens)
-    if windows is WindowLayers.WHOLE:
+    if windows is WindowLayers.WHOLE or any(other.window_tokens for other in facts.layers):
         return spec
     # The spec of a group merges those of its layers, and does not show which of them have a window.
     if not facts.model_layers:
@@ -448,19 +447,16 @@ def _scales(layers: Sequence[LayerFacts], facts: VllmFacts) -> Iterator[tuple[fl
     yield from ((1.0, 1.0),) * sum(facts.stage_layers)
 
 
-def _groups(layout: KVLayout, shard: Shard, layers: Sequence[LayerFacts]) -> Iterator[tuple[LayerGroup, int]]:
-    """Yield the layers of each page table, with the index of its block table."""
+def _groups(layout: KVLayout, shard: Shard, layers: Sequence[LayerFacts]) -> Iterator[tuple[LayerGroup, LayerFacts]]:
+    """Yield the layers of each page table, with one of those that have its block table."""
     begin = shard.layers(layout).begin
     for group in layer_groups(layout):
         mine = group.layers_of(layout, shard)
         by_table: dict[int, list[int]] = {}
         for layer in mine or (begin,):
             by_table.setdefault(layers[layer - begin].group, []).append(layer)
-        if len(by_table) == 1:
-            yield group, next(iter(by_table))
-            continue
-        for table, of_table in sorted(by_table.items()):
-            yield replace(group, layers=tuple(of_table)), table
+        for _, of_table in sorted(by_table.items()):
+            yield group if len(by_table) == 1 else replace(group, layers=tuple(of_table)), layers[of_table[0] - begin]
 
 
 def _window_tables(layers: Sequence[LayerFacts]) -> Iterator[WindowTable]:

@@ -51,6 +51,7 @@ LATENT: dict[str, Any] = {
     "moe_intermediate_size": 32, "first_k_dense_replace": 4, "head_dim": 64,
 }  # fmt: skip
 WINDOWS: dict[str, Any] = {"sliding_window": 64, "num_hidden_layers": 6, "num_key_value_heads": 2}
+WIDE_HEADS: dict[str, Any] = {"global_head_dim": 64, "hidden_size_per_layer_input": 0}
 STATES: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
@@ -94,6 +95,7 @@ CASES = {
     "gemma3": Case(kind="Gemma3", sizes=WINDOWS, settings={"block_size": 32}),
     "gemma3-tp2": Case(kind="Gemma3", sizes=WINDOWS, settings={**TP2, "block_size": 32}),
     "gemma3-groups": Case(kind="Gemma3", sizes=WINDOWS, settings={"block_size": 32}, connector=GROUPS),
+    "gemma4-groups": Case(kind="Gemma4", sizes=WINDOWS | WIDE_HEADS, settings={"block_size": 32}, connector=GROUPS),
     "mistral-window": Case(kind="Mistral", sizes={"sliding_window": 64}, settings={"block_size": 32}),
     "mistral-window-groups": Case(kind="Mistral", sizes={"sliding_window": 64}, settings={"block_size": 32}, connector=GROUPS),
     "qwen3-next": Case(kind="Qwen3Next", sizes=STATES, connector=GROUPS),
@@ -104,7 +106,8 @@ def make_model(case: Case, directory: Path) -> None:
     import torch
     import transformers
 
-    config = getattr(transformers, f"{case.kind}{'Text' if case.kind == 'Gemma3' else ''}Config")(**{**SIZES, **case.sizes})
+    text = "Text" if case.kind.startswith("Gemma") else ""
+    config = getattr(transformers, f"{case.kind}{text}Config")(**{**SIZES, **case.sizes})
     torch.manual_seed(1234)
     model = getattr(transformers, f"{case.kind}ForCausalLM")(config).float().eval()
     model.save_pretrained(directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,27 +31,28 @@ SLIDING = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=HEADS, k_head_di
 LAYOUT = KVLayout(layers=(SLIDING, SLIDING, SLIDING, FULL), dtype=DType.FLOAT32)
 
 
-def layout_of(shard: Shard) -> VllmLayout:
+def layout_of(shard: Shard, sizes: Sequence[int]) -> VllmLayout:
+    """`sizes` are the tokens of a block in each of vLLM's block tables."""
     full, window = layer_groups(LAYOUT)
-    parts = [SimpleNamespace(name=f"layer {layer}", block_size=shard.page_size) for layer in range(LAYOUT.num_layers)]
     return VllmLayout(
         layout=LAYOUT,
         shard=shard,
-        layers=tuple(parts),  # type: ignore[arg-type]
+        layers=(),
         kv_scales=(),
         groups=(full, *(type(window)(kind=window.kind, window_tokens=WINDOW, layers=GROUPS[group]) for group in (0, 1))),
         block_groups=(2, 0, 1),
-        window_tables=tuple(WindowTable(group=group, window_tokens=WINDOW, block_size=shard.page_size) for group in (0, 1)),
+        page_sizes=(sizes[2], sizes[0], sizes[1]),
+        window_tables=tuple(WindowTable(group=group, window_tokens=WINDOW, block_size=sizes[group]) for group in (0, 1)),
         num_blocks=PAGES,
         shared_layers=frozenset(),
     )
 
 
-def pool_of(shard: Shard) -> KVPool:
-    heads = len(shard.heads(HEADS))
-    shape = (PAGES, shard.page_size, heads, DIM)
-    buffers = [LayerBuffers(k=torch.zeros(shape), v=torch.zeros(shape)) for _ in LAYOUT.layers]
-    return PoolView(layout=LAYOUT, shard=shard, buffers=buffers, groups=layout_of(shard).groups)
+def pool_of(shard: Shard, sizes: Sequence[int]) -> KVPool:
+    heads, layout = len(shard.heads(HEADS)), layout_of(shard, sizes)
+    shapes = [(PAGES, sizes[group], heads, DIM) for group, layers in GROUPS.items() for _ in layers]
+    buffers = [LayerBuffers(k=torch.zeros(shape), v=torch.zeros(shape)) for shape in shapes]
+    return PoolView(layout=LAYOUT, shard=shard, buffers=buffers, groups=layout.groups, page_sizes=layout.page_sizes)
 
 
 @dataclass(eq=False)
@@ -89,16 +91,16 @@ class Tables:
     """vLLM's SingleTypeKVCacheManager of one group."""
 
     window: int
+    block_size: int
     num_cached_block: dict[str, int] = field(default_factory=dict)
 
 
 class Manager:
     """vLLM's KVCacheManager, which is its own coordinator."""
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, sizes: Sequence[int]) -> None:
         self.block_pool = BlockPool()
-        self.single_type_managers = (Tables(WINDOW), Tables(WINDOW), Tables(0))
+        self.single_type_managers = tuple(Tables(window, size) for window, size in zip((WINDOW, WINDOW, 0), sizes, strict=True))
         self.coordinator = self
         self.tables: dict[str, list[list[Block]]] = {}
 
@@ -110,15 +112,15 @@ class Manager:
 
     def remove_skipped(self, request_id: str, num_computed: int) -> None:
         for table, of in zip(self.tables.setdefault(request_id, [[], [], []]), self.single_type_managers, strict=True):
-            skipped = max(0, num_computed - of.window + 1) // self.block_size if of.window else 0
+            skipped = max(0, num_computed - of.window + 1) // of.block_size if of.window else 0
             freed = [block for block in table[:skipped] if block is not self.block_pool.null]
             self.block_pool.free_blocks(freed)
             table[:skipped] = [self.block_pool.null] * skipped
 
     def allocate(self, request_id: str, num_tokens: int) -> tuple[list[int], ...]:
         new: list[list[int]] = [[], [], []]
-        for table, added in zip(self.tables[request_id], new, strict=True):
-            while len(table) < -(-num_tokens // self.block_size):
+        for table, added, of in zip(self.tables[request_id], new, self.single_type_managers, strict=True):
+            while len(table) < -(-num_tokens // of.block_size):
                 table.append(self.block_pool.take())
                 added.append(table[-1].block_id)
         return tuple(new)
@@ -131,10 +133,10 @@ class Manager:
 class Vllm:
     """An engine with the connector's parts; see `tests.connector.test_vllm_sides.Vllm`."""
 
-    def __init__(self, instance: Instance, sides: Sides) -> None:
+    def __init__(self, instance: Instance, sides: Sides, sizes: Sequence[int]) -> None:
         self.instance = instance
-        self.manager = Manager(instance.page_size)
-        layout = layout_of(Shard(page_size=instance.page_size))
+        self.manager = Manager(sizes)
+        layout = layout_of(Shard(page_size=instance.page_size), sizes)
         windows = WindowBlocks(layout.window_tables)
         self.scheduler = SchedulerSide(
             instance.leader, layout.tables_to_fill, sides=sides, engine_id="e", recomputes=True, windows=windows
@@ -202,7 +204,7 @@ class Vllm:
         tables = self.manager.get_blocks(request.request_id).get_block_ids()
         for group, layers in GROUPS.items():
             for layer in layers:
-                yield layer, slots_of(tables[group], tokens, self.instance.page_size)
+                yield layer, slots_of(tables[group], tokens, self.manager.single_type_managers[group].block_size)
 
     def finish(self, request: Any) -> dict[str, Any]:
         request.status, request.output_token_ids = "FINISHED_LENGTH_CAPPED", [7]
@@ -230,7 +232,7 @@ class Vllm:
         assert self.scheduler.matched(request, 0) == (num_loaded, True)
         self.manager.remove_skipped(name, 0)
         for table, of in zip(self.manager.tables[name], self.manager.single_type_managers, strict=True):
-            skipped = max(0, num_loaded - of.window + 1) // self.manager.block_size if of.window else 0
+            skipped = max(0, num_loaded - of.window + 1) // of.block_size if of.window else 0
             table.extend([self.manager.block_pool.null] * skipped)
         self.manager.allocate(name, num_loaded)
         self.scheduler.allocated(request, self.manager.get_blocks(name).get_block_ids(), num_loaded)
@@ -244,21 +246,28 @@ class Vllm:
             begin = max(0, len(prompt) - WINDOW) if LAYOUT.layers[layer] is SLIDING else 0
             tokens = range(begin, len(prompt) - 1)
             slots = dict(self.slots(request, tokens))[layer]
-            assert slots.min() >= self.instance.page_size, "none is in the null block"
+            block_size = self.instance.pools[0].part_of(layer).page_size
+            assert slots.min() >= block_size, "none is in the null block"
             for pool in self.instance.pools:
                 heads = pool.shard.heads(HEADS)
                 for found, wanted in zip(pool.read(layer, slots), kv_of(prompt, layer), strict=True):
                     assert torch.equal(found, wanted[begin : len(prompt) - 1, heads.begin : heads.end]), f"layer {layer}"
 
 
-@pytest.fixture(params=[(1, 16, 2, 8), (2, 8, 1, 16)], ids=str)
+@pytest.fixture(params=[(1, (16, 16, 16), 2, (8, 8, 8)), (2, (8, 8, 16), 1, (16, 16, 8))], ids=str)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Vllm, Vllm]]:
-    prefill_tp, prefill_block, decode_tp, decode_block = request.param
-    source = Instance(PREFILL, tp_size=prefill_tp, page_size=prefill_block, pool_of=pool_of)
+    prefill_tp, prefill_sizes, decode_tp, decode_sizes = request.param
+    source = Instance(
+        PREFILL,
+        tp_size=prefill_tp,
+        page_size=min(prefill_sizes),
+        pool_of=partial(pool_of, sizes=prefill_sizes),
+        settings={"chunk.chunk_tokens": 24},  # so that a chunk begins within a block of one table, and with one of another
+    )
     try:
-        decode = target(source, tp_size=decode_tp, page_size=decode_block, pool_of=pool_of)
+        decode = target(source, tp_size=decode_tp, page_size=min(decode_sizes), pool_of=partial(pool_of, sizes=decode_sizes))
         try:
-            yield Vllm(source, PREFILL), Vllm(decode, DECODE)
+            yield Vllm(source, PREFILL, prefill_sizes), Vllm(decode, DECODE, decode_sizes)
         finally:
             decode.close()
     finally:
@@ -277,7 +286,7 @@ def test_windows_arrive_from_blocks_that_vllm_has_freed_and_used_again(pair: tup
     params = prefill.finish(request)
     other = prefill.request("other", prompt_of(40, 5), None)
     prefill.step(other, 40)
-    loses = (num_tokens - WINDOW + 1) % decode.manager.block_size == 0
+    loses = num_tokens >= WINDOW and (num_tokens - WINDOW + 1) % decode.manager.single_type_managers[0].block_size == 0
     received = decode.load("b", prompt, params, num_tokens - loses)
     decode.assert_has(received)
     prefill.wait_for("a")
@@ -293,7 +302,7 @@ def test_blocks_that_are_not_written_whole_stay_out_of_the_prefix_cache(pair: tu
     request = prefill.request("a", prompt, {"do_remote_decode": True})
     prefill.step(request, 100)
     decode.load("b", prompt, prefill.finish(request), 100)
-    first_whole = -(-(100 - WINDOW) // decode.manager.block_size)
+    first_whole = -(-(100 - WINDOW) // decode.manager.single_type_managers[0].block_size)
     assert [one.num_cached_block.get("b") for one in decode.manager.single_type_managers] == [first_whole, first_whole, None]
     prefill.wait_for("a")
 

@@ -233,6 +233,11 @@ def test_a_view_has_the_page_tables_of_its_engine() -> None:
     view = PoolView(layout=HYBRID, shard=shard, buffers=buffers, groups=own)
     assert view.groups == own and view.num_pages == (PAGES[0], *PAGES)
     assert [view.group_of(layer) for layer in range(5)] == [3, 0, 2, 1, 3]
+    pages = list(buffers)
+    pages[1] = LayerBuffers(k=buffers[1].k.reshape(-1, 1, 2, 6), v=buffers[1].v.reshape(-1, 1, 2, 5))
+    view = PoolView(layout=HYBRID, shard=shard, buffers=pages, groups=own, page_sizes=(1, 3, 3, 3))
+    assert [view.part_of(layer).page_size for layer in range(5)] == [1, 1, 3, 3, 1]
+    assert view.num_pages == (3 * PAGES[0], *PAGES)
     with pytest.raises(LayoutError, match="the model has 4 groups of layers"):
         PoolView(layout=HYBRID, shard=shard, buffers=buffers, groups=own, num_pages=PAGES)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -171,3 +173,54 @@ async def test_windows_between_vllm_and_our_nodes(
             found = await asyncio.gather(*(answer(asking, prompt, extra=extra) for prompt in prompts.values()))
         assert dict(zip(prompts, found, strict=True)) == expected
         assert_nothing_is_left(server)
+
+
+@pytest.fixture(scope="module")
+def wide_model(windows_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Gemma 4 whose full attention has heads twice as long, so vLLM gives its block table blocks half as long."""
+    import torch
+    import transformers
+
+    directory = tmp_path_factory.mktemp("models") / "wide"
+    shutil.copytree(windows_model, directory, ignore=shutil.ignore_patterns("config.json", "model.safetensors"))
+    config = transformers.Gemma4TextConfig(
+        vocab_size=768,
+        hidden_size=96,
+        intermediate_size=96,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        global_head_dim=64,
+        hidden_size_per_layer_input=0,
+        max_position_embeddings=1024,
+        sliding_window=64,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    torch.manual_seed(1)
+    transformers.Gemma4ForCausalLM(config).float().eval().save_pretrained(directory)
+    return directory
+
+
+async def test_block_tables_with_blocks_of_different_sizes(
+    vllm_server: Callable[..., Server], route: Callable[..., Server], wide_model: Path, prompts: Mapping[int, str]
+) -> None:
+    def start(name: str, block_size: int, tp: int, transfer: Mapping[str, Any] | None) -> Server:
+        args = ["--max-num-batched-tokens", "128", "--block-size", str(block_size)]
+        return vllm_server(wide_model, tp=tp, kv_transfer_config=transfer, name=name, in_core=tp == 1, args=args)
+
+    plain = start("wide-reference", 32, 1, None)
+    prefill = start("wide-prefill", 64, 1, connector("kv_producer"))
+    decode = start("wide-decode", 32, 2, connector("kv_consumer", {"join_on_request": True}))
+    for server in (plain, prefill, decode):
+        server.wait_ready()
+    router = route(prefill=[prefill], decode=[decode], name="wide-route").wait_ready()
+    expected = await answers(plain.url, prompts.values())
+    assert len({one.token_ids for one in expected}) == len(expected), "a prompt's answer depends on the prompt"
+    assert await answers(router.url, prompts.values()) == expected
+    assert sample(kvferry_metrics(prefill), "kvferry_transferred_bytes_total") == sum(
+        2 * 4 * 2 * (64 * length + 5 * 32 * min(length, 64)) for length in prompts
+    )
+    assert_nothing_is_left(prefill, decode)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -163,12 +164,13 @@ class PieceCopier:
         """
         if piece.request.layout is not self._layout:
             self._adopt(piece.request.layout)
-        chunk_page = piece.chunk.tokens.begin // self._pool.page_size
+        first_token = self._aligned(piece.chunk.tokens.begin)
         found = self._copy_of(piece)
         kept: list[Tensor | DeviceTable] = []
         first_pages: list[int] = []
         for group, plan in found.plans.items():
-            start = 0 if self._is_state[group] else chunk_page
+            page_size = self._page_sizes[group]
+            start = first_token // page_size if page_size else 0
             first, end, table = start + plan.used_pages.begin, start + plan.used_pages.end, tables[group]
             if self._device_tables:
                 kept.append(self._device_tables[group].cover(piece.request_id, table, first, end))
@@ -233,14 +235,18 @@ class PieceCopier:
     def _copy_of(self, piece: Piece) -> PieceCopy:
         """Return the copy of the piece, without page tables.
 
-        Tokens count from the chunk's first page, or from the state in a group of states.
+        Tokens count from the first page of the chunk that begins in all groups, or from the state in a group of states.
         """
         tokens, layers, request = piece.chunk.tokens, piece.chunk.layers, piece.request
-        first_token = tokens.begin - tokens.begin % self._pool.page_size
+        first_token = self._aligned(tokens.begin)
         begin, end = tokens.begin - first_token, tokens.end - first_token
         end_token = self._end_that_matters(begin, end, request.num_tokens - first_token)
         number = self._number_of(piece.route, request.wire_dtype, request.scales)
         return self._planned(number, begin, end, layers.begin, layers.end, end_token)
+
+    def _aligned(self, token: int) -> int:
+        """Return the last token up to `token` with which a page of every group begins."""
+        return token - token % self._alignment
 
     def _number_of(self, route: Route, dtype: DType, scales: Scales | None) -> int:
         """Return the number of this route's end in `_ends`, by identity: hashing the route takes longer than all of `prepare`."""
@@ -271,7 +277,13 @@ class PieceCopier:
     def _adopt(self, layout: KVLayout) -> None:
         """Switch to a layout and clear all caches."""
         self._layout = layout
-        self._is_state = [group.kind is GroupKind.STATE for group in self._pool.groups]
+        # Tokens per page by group; 0 for states.
+        self._page_sizes = {
+            group: 0 if self._pool.groups[group].kind is GroupKind.STATE else part.page_size
+            for part in self._pool.parts
+            for group in (self._pool.group_of(part.layers[0]),)
+        }
+        self._alignment = math.lcm(*filter(None, self._page_sizes.values()))
         self._has_states = any(spec.kind is LayerKind.RECURRENT_STATE for spec in layout.layers)
         self._windows = {spec.window_tokens for spec in layout.layers if spec.kind is LayerKind.SLIDING_WINDOW}
         self._copiers: dict[tuple[int, Range, DType, FrozenScales], HeadSliceCopier] = {}
@@ -286,7 +298,7 @@ class PieceCopier:
         by_group: dict[int, list[WireBuffer]] = {}
         for buffer in wire_buffers(self._layout, route, tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=dtype):
             group = self._pool.group_of(buffer.layer)
-            if self._is_state[group]:
+            if not self._page_sizes[group]:
                 buffer = replace(buffer, tokens=Range(begin=0, end=len(buffer.tokens)))
             by_group.setdefault(group, []).append(buffer)
         heads = route.heads.source if self._is_source else route.heads.target

@@ -84,6 +84,7 @@ class PagedKVPool:
         buffers: The layers in order, if an engine's own tensors are the pool. Shapes as of `buffer()`. Pages, tokens and heads
             may be any stride apart, in host memory a head's elements too. `device` then has no effect.
         layers: Layers of the rank, ascending. None means all of them.
+        page_size: Tokens per page. None means that of the shard.
 
     Raises:
         ConfigError: `num_pages` is below 1.
@@ -99,6 +100,7 @@ class PagedKVPool:
         device: torch.device | str = "cpu",
         buffers: Sequence[LayerBuffers] | None = None,
         layers: Sequence[int] | None = None,
+        page_size: int | None = None,
     ) -> None:
         if num_pages < 1:
             raise ConfigError(f"num_pages is {num_pages}; a pool has at least 1 page")
@@ -112,7 +114,7 @@ class PagedKVPool:
         self.layout = layout
         self.shard = shard
         self.num_pages = num_pages
-        self.page_size = 1 if is_state else shard.page_size
+        self.page_size = 1 if is_state else page_size or shard.page_size
         self.order = TokenOrder.NHD if is_state else shard.order  # of one pseudo token: both orders are the same bytes
         self.dtype: torch.dtype = TORCH_DTYPES[self.element]
         self._places_of_layers = {layer: index for index, layer in enumerate(self.layers)}
@@ -391,6 +393,7 @@ class PoolView(KVPool):
             instance count alike. None means the pages of the tensors, and 0 for such a group.
         groups: Groups of the engine, whose page tables it has. An engine may divide a group of `layer_groups(layout)` into
             several. None means `layer_groups(layout)`.
+        page_sizes: Tokens per page of each group. None means that of the shard.
 
     Raises:
         LayoutError: A tensor does not fit the layout and the shard, or `num_pages` does not fit the tensors.
@@ -404,6 +407,7 @@ class PoolView(KVPool):
         buffers: Sequence[LayerBuffers],
         num_pages: Sequence[int] | None = None,
         groups: tuple[LayerGroup, ...] | None = None,
+        page_sizes: Sequence[int] | None = None,
     ) -> None:
         stage, groups = shard.layers(layout), layer_groups(layout) if groups is None else groups
         if len(buffers) != len(stage):
@@ -427,7 +431,10 @@ class PoolView(KVPool):
                     f"num_pages of group {group.name} is {counts[index]}; k of layer {mine[0]} has {len(first)} pages"
                 )
             counts[index] = len(first)
-            parts[group] = PagedKVPool(layout=layout, shard=shard, num_pages=len(first), buffers=pairs, layers=mine)
+            page_size = None if page_sizes is None else page_sizes[index]
+            parts[group] = PagedKVPool(
+                layout=layout, shard=shard, num_pages=len(first), buffers=pairs, layers=mine, page_size=page_size
+            )
         devices = {part.device for part in parts.values()}
         if len(devices) > 1:
             raise LayoutError(f"buffers lie on {', '.join(sorted(map(str, devices)))}; must all lie on one device")
