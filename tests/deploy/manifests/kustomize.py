@@ -43,7 +43,13 @@ VARIANTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "lws-more": ("lws", ("rdma-sriov", "s3-backup", "tracing", "model-on-host", "without-prometheus-operator")),
     "everything": ("two-tier", ("rdma-sriov", "keda", "s3-backup", "tracing", "model-on-host")),
 }
-"""The variants that tests check: an overlay and its added components, by name of the variant."""
+"""The variants of kvferry's own nodes that tests check: an overlay and its added components, by name of the variant."""
+
+SERVER_VARIANTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "vllm": ("vllm", ()),
+    "vllm-namespace": ("vllm", ("namespace",)),
+}
+"""The variants of vLLM servers and a router, likewise."""
 
 RDMA: Final = frozenset({"rdma-shared", "rdma-sriov", "efa", "everything", "lws-more"})
 """Variants that pin memory."""
@@ -82,7 +88,7 @@ def build(folder: Path) -> str:
 @functools.cache
 def rendered(variant: str) -> tuple[Manifest, ...]:
     """Return all objects of a variant; do not change them. Components are added as in deploy/README.md."""
-    overlay, components = VARIANTS[variant]
+    overlay, components = (VARIANTS | SERVER_VARIANTS)[variant]
     if not components:
         return tuple(yaml.safe_load_all(build(KUBERNETES / "overlays" / overlay)))
     with tempfile.TemporaryDirectory(prefix="kvferry-overlay-") as name:
@@ -146,6 +152,8 @@ def pods(variant: str) -> list[Pod]:
         templates = {}
         if one["kind"] == "Deployment":
             templates = {f"{name}-5d9f7-x2x4z": one["spec"]["template"]}
+        elif one["kind"] == "StatefulSet":
+            templates = {f"{name}-0": one["spec"]["template"]}
         elif one["kind"] == "LeaderWorkerSet":
             group = one["spec"]["leaderWorkerTemplate"]
             templates = {f"{name}-0": group["leaderTemplate"], f"{name}-0-1": group["workerTemplate"]}

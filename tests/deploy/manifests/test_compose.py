@@ -1,4 +1,4 @@
-"""deploy/compose.yaml matches the schema of Compose, and the daemons accept its commands and settings."""
+"""The Compose files match the schema of Compose, and daemons, connector and router accept their commands and settings."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import yaml
 import transfer
 from node_runtime.supervisor import STOP_GRACE_S
 from tests.deploy.manifests.containers import CONFIGS, check_config, variables_of
+from tests.deploy.manifests.vllm_servers import connector_config, option
 from transfer.config import DecodeNodeConfig, NodeConfig
 from transfer.load_config import load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8"))
+VLLM: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "compose.vllm.yaml").read_text(encoding="utf-8"))
 SCHEMA = json.loads(Path(__file__).with_name("compose-spec.json").read_text(encoding="utf-8"))["schema"]
 
 
@@ -35,8 +37,12 @@ def node_config(service: str) -> NodeConfig:
     return load_config(CONFIGS[service], environment=environment(service))
 
 
-def test_the_compose_file_matches_the_schema_of_compose() -> None:
-    assert [error.message for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(COMPOSE)] == []
+@pytest.mark.parametrize("page", [COMPOSE, VLLM], ids=["nodes", "vllm"])
+def test_the_compose_files_match_the_schema_of_compose(page: dict[str, Any]) -> None:
+    assert [error.message for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(page)] == []
+
+
+def test_the_schema_of_compose_rejects_a_wrong_file() -> None:
     wrong = {**COMPOSE, "services": {"prefill": {**COMPOSE["services"]["prefill"], "healthchek": {}}}}
     assert not jsonschema.Draft7Validator(SCHEMA).is_valid(wrong)
 
@@ -78,3 +84,25 @@ def test_containers_have_no_privileges_and_time_to_drain(service: str) -> None:
     assert interpolated(one["image"]) == f"kvferry:{transfer.__version__}"
     if service in CONFIGS:
         assert int(one["stop_grace_period"].removesuffix("s")) >= node_config(service).drain_timeout_s + 2 * STOP_GRACE_S
+
+
+def test_the_connectors_of_the_vllm_servers_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = {role: connector_config(VLLM["services"][role], monkeypatch) for role in ("prefill", "decode")}
+    prefill, decode = configs["prefill"], configs["decode"]
+    assert decode.peers.prefill_nodes == (f"{prefill.server.host}:{prefill.server.port}",)
+    assert {config.tls.insecure for config in configs.values()} == {1} and prefill.server.host == "127.0.0.1"
+
+
+def test_the_router_of_the_vllm_servers_calls_their_ports() -> None:
+    services = VLLM["services"]
+    ports = {role: option(services[role]["command"], "--port") for role in ("prefill", "decode")}
+    assert services["router"]["command"] == [
+        "kvferry", "route", "--prefill", f"http://127.0.0.1:{ports['prefill']}", "--decode", f"http://127.0.0.1:{ports['decode']}",
+        "--port", "8000",
+    ]  # fmt: skip
+    for role, port in (*ports.items(), ("router", "8000")):
+        assert f"http://127.0.0.1:{port}/" in services[role]["healthcheck"]["test"][-1]
+        assert services[role]["network_mode"] == "host" and services[role]["user"] == "10001:10001"
+        assert services[role]["read_only"] is True and services[role]["cap_drop"] == ["ALL"]
+        image = "kvferry" if role == "router" else "kvferry-vllm"
+        assert interpolated(services[role]["image"]) == f"{image}:{transfer.__version__}"

@@ -1,4 +1,4 @@
-"""hadolint accepts deploy/Dockerfile, and the file agrees with the package."""
+"""hadolint accepts the Dockerfiles, and the files agree with the package."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 import transfer
+from kvferry.engines.vllm_settings import NEWEST_VLLM, OLDEST_VLLM
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 TEXT = DOCKERFILE.read_text(encoding="utf-8")
+VLLM_DOCKERFILE = ROOT / "deploy" / "vllm.Dockerfile"
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -32,6 +34,17 @@ def test_hadolint_accepts_the_dockerfile(tmp_path: Path) -> None:
     worse = tmp_path / "Dockerfile"
     worse.write_text(TEXT.replace("USER 10001:10001", "USER root"), encoding="utf-8")
     assert "DL3002" in hadolint(worse).stdout
+
+
+def test_hadolint_accepts_the_dockerfile_of_vllm_and_it_has_the_same_package() -> None:
+    checked = hadolint(VLLM_DOCKERFILE)
+    assert (checked.returncode, checked.stdout) == (0, "")
+    text = VLLM_DOCKERFILE.read_text(encoding="utf-8")
+    copied, of_nodes = (set(" ".join(re.findall(r"^COPY (?!--)(.+) \S+$", one, re.M)).split()) for one in (text, TEXT))
+    assert copied == of_nodes - {"constraints.txt"}, "vLLM's image keeps its own versions"
+    assert re.findall(r"^ARG VERSION=(.+)$", text, re.M) == [transfer.__version__]
+    (major, minor) = re.findall(r"^ARG VLLM_IMAGE=vllm/vllm-openai:v(\d+)\.(\d+)\.\d+$", text, re.M)[0]
+    assert OLDEST_VLLM <= (int(major), int(minor)) <= NEWEST_VLLM
 
 
 def test_the_builder_receives_every_package_and_no_other_file() -> None:

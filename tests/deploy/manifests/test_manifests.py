@@ -14,11 +14,11 @@ import yaml
 from tests.deploy.manifests import custom_resources
 from tests.deploy.manifests.kustomize import (
     KUBERNETES,
+    SERVER_VARIANTS,
     VARIANTS,
     Manifest,
     name_of,
     pods,
-    pods_and_variants,
     rendered,
 )
 
@@ -43,7 +43,7 @@ def _problems_of(text: str) -> list[str]:
     return []
 
 
-@pods_and_variants()
+@pytest.mark.parametrize("variant", VARIANTS | SERVER_VARIANTS)
 def test_built_objects_match_the_schemas_of_kubernetes_and_the_operators(variant: str) -> None:
     names = [name_of(one) for one in rendered(variant)]
     assert len(names) == len(set(names))
@@ -59,8 +59,9 @@ def test_pods_of_a_leader_worker_set_match_the_pod_schema() -> None:
 
 def test_every_overlay_and_component_is_built_by_some_variant() -> None:
     folders = {kind: {one.name for one in (KUBERNETES / kind).iterdir()} for kind in ("overlays", "components")}
-    assert {overlay for overlay, _ in VARIANTS.values()} == folders["overlays"]
-    used = {one for _, components in VARIANTS.values() for one in components}
+    variants = (VARIANTS | SERVER_VARIANTS).values()
+    assert {overlay for overlay, _ in variants} == folders["overlays"]
+    used = {one for _, components in variants for one in components}
     for overlay in folders["overlays"]:
         for file in (KUBERNETES / "overlays" / overlay).rglob("kustomization.yaml"):
             used |= {one.rpartition("/")[2] for one in yaml.safe_load(file.read_text()).get("components", [])}
