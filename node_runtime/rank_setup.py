@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import transfer
 from node_runtime.engine import InstanceEngine, engine_loader
 from planner.device_defaults import AnyNode, visible_gpu_bytes, with_gpu_defaults
-from planner.model_directory import read_model_directory
+from planner.model_directory import download_hint, read_model_directory
 from planner.node_plan import check_fits
 from transfer.config import EMBEDDED_ENGINE, DecodeNodeConfig, NodeConfig, TracingConfig, TransportConfig
 from transfer.errors import ConfigError, TransferError
@@ -49,7 +49,9 @@ def check_before_start(config: AnyNode) -> AnyNode:
     """
     if not os.path.isfile(config.model / "config.json"):  # Path.is_file raises OSError for a name that is too long
         what = "it has no config.json" if os.path.isdir(config.model) else "there is no such directory"
-        raise ConfigError(f"model is {config.model}; {what}: it must be a Hugging Face model directory")
+        raise ConfigError(
+            f"model is {config.model}; {what}: it must be a Hugging Face model directory{download_hint(config.model)}"
+        )
     if config.role == "decode" and not (config.model / "tokenizer.json").is_file():
         raise ConfigError(f"model is {config.model}; it has no tokenizer.json, which a decode node needs to give text")
     if config.device == "cuda" and not any(Path("/dev").glob("nvidia[0-9]*")):

@@ -59,7 +59,10 @@ def read_model_directory(directory: Path | str, *, draft: Path | None = None) ->
 
 def _read_directory(directory: Path) -> ModelDirectory:
     if not directory.is_dir():
-        raise ConfigError(f"model is {str(directory)!r}, which is not a directory; must be a local Hugging Face model directory")
+        raise ConfigError(
+            f"model is {str(directory)!r}, which is not a directory; it must be a local Hugging Face model directory"
+            f"{download_hint(directory)}"
+        )
     shape = read_model_shape(read_config(directory), source=str(directory / "config.json"))
     index_path = directory / INDEX_NAME
     if index_path.exists():
@@ -87,9 +90,16 @@ def _total_size(path: Path) -> int:
     return size
 
 
+def download_hint(directory: Path) -> str:
+    """Return how to download a model if `directory` is not a folder but looks like a name of Hugging Face's hub."""
+    is_name = len(directory.parts) == 2 and not directory.is_absolute() and not directory.exists() and directory.parts[0] != ".."
+    return f"; to download a model of that name: hf download {directory} --local-dir {directory}" if is_name else ""
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """Read config.json of a model directory; raises as `read_json`."""
-    return read_json(directory / "config.json", hint="a Hugging Face model directory has one")
+    hint = f"a Hugging Face model directory has one{download_hint(directory)}"
+    return read_json(directory / "config.json", hint=hint)
 
 
 def read_json(path: Path, *, hint: str = "") -> dict[str, Any]:

@@ -38,6 +38,11 @@ class DType(StrEnum):
     FLOAT8_E4M3 = "float8_e4m3fn"
     INT8 = "int8"
 
+    @classmethod
+    def _missing_(cls, value: object) -> DType | None:
+        """Accept the names that vLLM has for 8-bit floats."""
+        return cls.FLOAT8_E4M3 if value in ("fp8", "fp8_e4m3") else None
+
     @property
     def num_bytes(self) -> int:
         return _DTYPE_BYTES[self]

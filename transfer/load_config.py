@@ -259,7 +259,13 @@ def _unknown(config_type: type[RootConfig], path: str, sources: Mapping[str, str
     )
     near = [f"{prefix}{known}" for known in difflib.get_close_matches(name, known_here, n=1)]
     near += [known for known, _ in settings(config_type) if known.rpartition(".")[2] == given.rpartition(".")[2]]
-    advice = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known_here)}"
+    source = sources.get(given, "")
+    if near:
+        advice = f"did you mean {near[0]}?"
+    elif source.startswith(ENVIRONMENT_PREFIX) and not above:
+        advice = f"{source} is not a variable of kvferry"
+    else:
+        advice = f"known here: {', '.join(known_here)}"
     return f"{start}; {advice}"
 
 

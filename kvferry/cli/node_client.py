@@ -147,10 +147,19 @@ class NodeClient:
                 raise RemoteProtocolError(f"{self.address}: the stream ended without its last event")
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise RemoteProtocolError(f"{self.address} is no decode node; give the address of one") from error
+                raise ConfigError(await self._why_no_decode_node()) from error
             raise self._error_of(error, timeout_s, what="no answer" if event is None else "not finished") from error
         finally:
             call.cancel()
+
+    async def _why_no_decode_node(self) -> str:
+        """Return one line about a node that cannot generate, with the addresses of nodes that can."""
+        try:
+            status = await self.status()
+        except TransferError:
+            return f"{self.address} is no decode node; give the address of one"
+        peers = ", ".join(peer.address for peer in status.peers) or "none is joined"
+        return f"{self.address} is a {status.role or 'prefill'} node; give the address of a decode node (its peers: {peers})"
 
     def _error_of(self, error: grpc.aio.AioRpcError, timeout_s: float | None, *, what: str = "no answer") -> TransferError:
         """Return the error of a failed call. Our own deadline has its own words, because gRPC reports a removed stream."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.cli.options import JsonFlag, Target, TlsOptions, check_timeout, with_options
+from kvferry.cli.options import JsonFlag, Target, TlsOptions, check_timeout, check_word, with_options
 from kvferry.cli.text_command import TextTyper
 from node_runtime import exit_codes
 from node_runtime.command_line import example
@@ -117,6 +117,7 @@ async def switch_role(
     tls: TlsOptions,
 ) -> None:
     """Change a prefill node to a decode node, or back. The node needs settings for both roles (other_role)."""
+    check_word("ROLE", role, ("prefill", "decode"))
     async with _client("switch-role", target, tls) as client:
         check_timeout(timeout)  # 0 seconds mean to the node: as long as its own settings allow
         answer = await client.switch_role(role, budget_s=timeout)
@@ -135,6 +136,7 @@ async def log_level(
     tls: TlsOptions,
 ) -> None:
     """Change the log level of the node and its ranks."""
+    check_word("LEVEL", level, ("debug", "info", "warning", "error"))
     async with _client("log-level", target, tls) as client:
         before = await client.set_log_level(level)
     print(f"{target} writes {level} (before: {before})")

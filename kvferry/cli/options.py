@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -95,6 +95,16 @@ def check_timeout(timeout_s: float) -> None:
     """
     if not 0 < timeout_s <= _LONGEST_S:
         raise ConfigError(f"--timeout is {timeout_s:g}; it must be above 0 and at most {_LONGEST_S} seconds")
+
+
+def check_word(what: str, word: str, known: Sequence[str]) -> None:
+    """Check that a word is known.
+
+    Raises:
+        ConfigError: It is not; the message lists the words.
+    """
+    if word not in known:
+        raise ConfigError(f"{what} is {word!r}; it must be one of {', '.join(known)}")
 
 
 def check_range(option: str, number: int, least: int, most: int) -> None:

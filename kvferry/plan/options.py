@@ -75,6 +75,9 @@ class PlanOptions:
         for part in filter(None, (one.strip() for one in text.split(","))):
             name, equals, value = part.partition("=")
             name = name.strip().lstrip("-").replace("-", "_")
+            other, colon, size = part.partition(":")
+            if not equals and colon and other.strip() in kinds:
+                raise ConfigError(f"--compare has {part!r}; did you mean {other.strip()}={size.strip()}?")
             if name not in kinds or not equals:
                 raise ConfigError(f"--compare has {part!r}; it must be name=value, with a name of {', '.join(kinds)}")
             changes[name] = _converted(name, value.strip(), kinds[name])

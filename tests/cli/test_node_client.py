@@ -23,7 +23,7 @@ from node_runtime import exit_codes
 from node_runtime.health import HealthServer, Readiness
 from tests.authority import Authority
 from tests.runtime.hand_clock import HandClock
-from transfer.errors import ConfigError, PeerUnreachable, RemoteProtocolError, TransportTimeout
+from transfer.errors import ConfigError, PeerUnreachable, TransportTimeout
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.certificates import CertificateFiles
@@ -210,7 +210,7 @@ def test_signals_cancel_and_become_exit_codes() -> None:
 
 async def test_generating_at_a_prefill_node_says_so() -> None:
     async with serving(FakePrefill()) as address, NodeClient(address) as client:
-        with pytest.raises(RemoteProtocolError, match="is no decode node"):
+        with pytest.raises(ConfigError, match=r"is a prefill node; give the address of a decode node"):
             await anext(client.generate(REQUEST))
 
 

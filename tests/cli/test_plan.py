@@ -131,6 +131,7 @@ def test_changes_are_read_by_the_names_of_flags(text: str, changed: PlanOptions)
         (("--staging", "1MiB", "--role", "decode"), 2, "--staging is given and --role is decode; only a prefill node has it"),
         (("--device-memory", "80"), 2, "--device-memory is 80, which is 80 bytes; did you mean 80GiB? (bytes: 80B)"),
         (("--cuda-graph-bs", "1,x"), 2, "--cuda-graph-bs is '1,x'; it must be batch sizes"),
+        (("--compare", "tp:4"), 2, "--compare has 'tp:4'; did you mean tp=4?"),
         (("--compare", "tpp=4"), 2, "--compare has 'tpp=4'; it must be name=value, with a name of role, "),
         (("--device-memory", "16GiB"), 8, "no page of KV fits: of 16.0 GiB the largest terms are weights 15.3 GiB"),
         (("--png", "plan.jpg"), 2, "--png is plan.jpg; its name must end in .png"),

@@ -272,6 +272,12 @@ def test_a_broken_file_is_one_line(tmp_path: Path, text: str, named: str) -> Non
     assert len(lines) == 1 and named in lines[0]
 
 
+def test_a_variable_that_is_like_no_setting_is_not_answered_with_all_settings() -> None:
+    assert refused(environment={"KVFERRY_FOO": "4"}) == [
+        "foo is no setting (from KVFERRY_FOO); KVFERRY_FOO is not a variable of kvferry"
+    ]
+
+
 def test_a_file_that_is_not_yaml_is_shown_with_the_place(tmp_path: Path) -> None:
     file = yaml_file(tmp_path, "pool:\n  a: b: c\n")
     assert refused(file=file) == [

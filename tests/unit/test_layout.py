@@ -466,3 +466,10 @@ def test_layers_that_alternate_are_one_route_for_each_number_of_heads() -> None:
     assert (first.layers, second.layers) == (Range(begin=0, end=23), Range(begin=2, end=24))
     assert list(second.layers_in(layout, Range(begin=0, end=6))) == [2, 5]
     assert routes(KVLayout(layers=(full,) * 5, dtype=DType.FLOAT16), Shard(), Shard())[0].num_kv_heads is None
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "float8_e4m3fn"])
+def test_8_bit_floats_have_the_names_of_vllm_too(name: str) -> None:
+    assert DType(name) is DType.FLOAT8_E4M3
+    with pytest.raises(ValueError, match="is not a valid DType"):
+        DType("fp8_e5m2")

@@ -336,7 +336,7 @@ class PrefillNodes:
         if not self.peers:
             unset = "no prefill node is configured (peers.prefill_nodes)"
             return unset if view is None else f"no prefill node is known: {view}"
-        states = [f"{peer.address} is {peer.state}: {peer.reason}" for peer in self.peers]
+        states = [f"{peer.address} is {peer.state}" + (f": {peer.reason}" if peer.reason else "") for peer in self.peers]
         if view is not None and (view.problem or view.waiting):
             states.append(str(view))
         return "no prefill node is joined: " + "; ".join(states)
@@ -496,7 +496,7 @@ class PrefillNodes:
             self._on_joined(peer, first.joined)
             async for event in events:
                 if event.HasField("draining"):
-                    peer.state, peer.reason = "draining", "it drains"
+                    peer.state, peer.reason = "draining", ""
                     self._hurry(peer)
                 elif event.HasField("undrained"):
                     peer.state, peer.reason = "joined", ""
