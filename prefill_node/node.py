@@ -212,3 +212,11 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         async with contextlib.aclosing(life.calls.prefill_into_room(request_iterator, context)) as events:
             async for event in events:
                 yield event
+
+    async def StreamPrompts(
+        self, request_iterator: AsyncIterator[pb.PromptMessage], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.PromptEvent]:
+        life = await self._life_for_request(context)
+        async with contextlib.aclosing(life.calls.stream_prompts(request_iterator, context)) as events:
+            async for event in events:
+                yield event

@@ -26,6 +26,7 @@ CAPABILITIES: Final = frozenset(
         "one_join",
         "probe_bursts",
         "probe_turns",
+        "prompt_stream",
         "resend_once",
         "room_in_stream",
         "selective_release",
@@ -44,6 +45,7 @@ layer_groups, resend_once and selective_release.
 - layer_groups: chunks may hold a part of the layers, so that the first layers travel while the last are computed.
 - probe_bursts: the link probe of a two-sided transport ends with bursts of writes, which the target expects.
 - probe_turns: a writer waits for its turn before it measures a link, and a decode rank grants turns.
+- prompt_stream: a prefill side supports `StreamPrompts`.
 - resend_once: a chunk whose bytes arrive broken is sent a second time.
 - room_in_stream: a prefill side supports `PrefillIntoRoom`, and then does not call `Reserve`.
 - selective_release: watermarks name released ranges above their position, which the writer may use again at once.

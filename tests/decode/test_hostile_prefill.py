@@ -24,7 +24,7 @@ VOCABULARY = 100
 
 
 class HostileNode:
-    """A server whose answers are bytes: of each call to `Join` the next of `joins`, of each to `Prefill` those of `answers`."""
+    """A server whose answers are bytes: of each call to `Join` the next of `joins`, of each other one those of `answers`."""
 
     def __init__(self) -> None:
         self.joins: list[list[bytes]] = []
@@ -35,6 +35,7 @@ class HostileNode:
         handlers = {
             "Join": grpc.unary_stream_rpc_method_handler(self._join),
             "Prefill": grpc.unary_stream_rpc_method_handler(self._prefill),
+            "StreamPrompts": grpc.stream_stream_rpc_method_handler(self._stream_prompts),
         }
         self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
         port = self.server.add_insecure_port("127.0.0.1:0")
@@ -50,6 +51,13 @@ class HostileNode:
             yield answer
 
     async def _prefill(self, request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+        for answer in self.answers:
+            yield answer
+
+    async def _stream_prompts(
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[bytes]:
+        await anext(requests)
         for answer in self.answers:
             yield answer
 
@@ -147,5 +155,27 @@ async def test_every_field_of_what_becomes_of_a_prompt(node: HostileNode, event:
         node.answers = [hostile.payload]
         try:
             await asyncio.wait_for(read(node), 60)
+        except TransferError as error:
+            assert len(str(error).splitlines()) == 1, f"{hostile}: {error}"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pb.PromptEvent(prompt=1, event=pb.PrefillEvent(started=pb.PrefillStarted(queue_s=1.0))),
+        pb.PromptEvent(prompt=1, status=pb.PromptStatus(code=14, details="a reason", spares_kv=True)),
+    ],
+    ids=["event", "status"],
+)
+async def test_every_field_of_an_event_in_a_stream(node: HostileNode, event: pb.PromptEvent) -> None:
+    """The prompt ends, and the next one gets the next answer."""
+    node.peer.instance = instance(5, capabilities=frozenset({"room_in_stream", "prompt_stream"}))
+    for hostile in hostile_messages(event):
+        node.answers = [hostile.payload]
+        room: asyncio.Future[pb.PrefillRoom] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(60):
+                async for _ in node.peer.prefill("a", (1, 2), decode_incarnation=7, room=room):
+                    pass
         except TransferError as error:
             assert len(str(error).splitlines()) == 1, f"{hostile}: {error}"

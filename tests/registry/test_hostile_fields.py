@@ -227,8 +227,10 @@ class Nodes:
             async with asyncio.timeout(CALL_S):
                 if found.client_streaming:
                     call = channel.stream_stream(path)(held(payload, is_answered))
-                    while await call.read() is not grpc.aio.EOF:
+                    while (answer := await call.read()) is not grpc.aio.EOF:
                         is_answered.set()
+                        if name == "StreamPrompts" and (status := pb.PromptEvent.FromString(answer).status).code:
+                            return next(code for code in Code if code.value[0] == status.code), status.details
                 elif found.server_streaming:
                     call = channel.unary_stream(path)(payload)
                     await call.read()
@@ -311,6 +313,11 @@ def prefill_message(nodes: Nodes) -> pb.PrefillMessage:
     return message
 
 
+def prompt_message(nodes: Nodes) -> pb.PromptMessage:
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    return pb.PromptMessage(prompt=1, message=prefill_message(nodes), traceparent=traceparent)
+
+
 def generate(_: Nodes) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         request_id="a",
@@ -348,6 +355,7 @@ RPCS = {
     "PrefillIntoRoom": Rpc(
         method="PrefillControl.PrefillIntoRoom", request=prefill_message, codes={Code.UNAVAILABLE, Code.ABORTED}
     ),
+    "StreamPrompts": Rpc(method="PrefillControl.StreamPrompts", request=prompt_message, codes={Code.UNAVAILABLE, Code.ABORTED}),
     "prefill's Abort": Rpc(method="PrefillControl.Abort", request=abort),
     "prefill's Status": Rpc(method="PrefillControl.Status", request=lambda _: pb.StatusRequest()),
     "Generate": Rpc(method="DecodeControl.Generate", request=generate, codes={Code.UNAVAILABLE}),
@@ -405,6 +413,7 @@ UNREAD = {
     ("DecodeControl.Abort", "request_id"),
     ("DecodeControl.Abort", "reason"),
     ("DecodeControl.Reserve", "request_id"),
+    ("PrefillControl.StreamPrompts", "traceparent"),
     ("TransferControl.Watermarks", "link.lane"),
     ("TransferControl.Watermarks", "link.obstacle"),
 }

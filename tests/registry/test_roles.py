@@ -21,7 +21,7 @@ def test_every_method_has_its_roles() -> None:
 
 
 def test_what_tiers_say_to_each_other_is_not_for_clients() -> None:
-    for method in ("PrefillControl/Join", "PrefillControl/Prefill", "DecodeControl/Reserve"):
+    for method in ("PrefillControl/Join", "PrefillControl/Prefill", "PrefillControl/StreamPrompts", "DecodeControl/Reserve"):
         assert METHOD_ROLES[f"/kvferry.v1.{method}"] == {PEER}
     transfer = pb.DESCRIPTOR.services_by_name["TransferControl"]
     assert all(METHOD_ROLES[f"/{transfer.full_name}/{method.name}"] == {PEER} for method in transfer.methods)

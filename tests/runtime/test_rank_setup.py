@@ -42,6 +42,7 @@ def test_two_ranks_of_this_version_fit_and_tell_every_capability() -> None:
         "one_join",
         "probe_bursts",
         "probe_turns",
+        "prompt_stream",
         "resend_once",
         "room_in_stream",
         "selective_release",

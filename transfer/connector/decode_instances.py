@@ -51,6 +51,7 @@ class Join:
         slot_bytes: Size of the smallest staging slot for its pieces, known likewise; 0 if none goes through staging memory.
         cut: How its prompts are divided, known once all ranks are attached.
         prefill_address: Address by which it reached this side; empty means unknown.
+        num_streams: Its open calls of `StreamPrompts`.
     """
 
     number: int
@@ -64,6 +65,7 @@ class Join:
     slot_bytes: int = 0
     cut: Cut | None = None
     prefill_address: str = ""
+    num_streams: int = 0
 
     @property
     def incarnation(self) -> int:

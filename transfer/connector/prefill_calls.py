@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import grpc
 import structlog
@@ -20,12 +20,21 @@ from transfer.connector.prompt import check_cache_salt, checked_prompt
 from transfer.connector.rank_report import RankReady
 from transfer.connector.reserve_client import ReserveClient
 from transfer.connector.side_service import Draining
-from transfer.errors import ConfigError, NodeDraining, PeerUnreachable, Preempted, TransferAborted, TransferError
+from transfer.errors import (
+    ConfigError,
+    NodeDraining,
+    PeerUnreachable,
+    Preempted,
+    ResourceExhausted,
+    TransferAborted,
+    TransferError,
+)
 from transfer.log_rate_limiter import LogRateLimiter
 from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.refusals import say_request_refused, without_request
 from transfer.registry.convert import chunk_plan_to_proto, sampling_from_proto
+from transfer.registry.prompt_stream import serve_prompts
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
 from transfer.sizes import Cut, choose_cut
@@ -33,9 +42,14 @@ from transfer.tracing import Tracer, traceparent_in
 
 MAX_ID_CHARS = 128
 FIRST_MESSAGE_S: Final = 10.0
-"""Limit for the first message of `PrefillIntoRoom`. An honest caller sends it with the call."""
+"""Limit for the first message of `PrefillIntoRoom` and `StreamPrompts`. An honest caller sends it with the call."""
+
+MAX_STREAMS: Final = 4
+"""Streams of a decode instance. It has one for each of its connections."""
 
 GIVEN_UP: Final = "the decode side gave the request up"
+
+MessageT = TypeVar("MessageT")
 
 log = structlog.get_logger(__name__)
 
@@ -126,16 +140,44 @@ class PrefillCalls:
         self, messages: AsyncIterator[pb.PrefillMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[pb.PrefillEvent, None]:
         """Yield the events of a `PrefillControl.PrefillIntoRoom` call; as `prefill`, but the caller gives room in `messages`."""
-        try:
-            async with asyncio.timeout(FIRST_MESSAGE_S):
-                first = await anext(messages, None)
-        except TimeoutError:
-            await self._refuse(ConfigError(f"PrefillIntoRoom must send request within {FIRST_MESSAGE_S:g} s"), context)
+        first = await self._first_of(messages, "PrefillIntoRoom", context)
         if first is None or not first.HasField("request"):
             await self._refuse(ConfigError("the first message of PrefillIntoRoom must have request"), context)
         async with contextlib.aclosing(self.prefill(first.request, context, messages)) as events:
             async for event in events:
                 yield event
+
+    async def stream_prompts(
+        self, messages: AsyncIterator[pb.PromptMessage], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncGenerator[pb.PromptEvent, None]:
+        """Yield the events of a `PrefillControl.StreamPrompts` call. It ends with the join of its first prompt."""
+        first = await self._first_of(messages, "StreamPrompts", context)
+        if first is None or not first.message.HasField("request"):
+            await self._refuse(ConfigError("the first message of StreamPrompts must have request"), context)
+        try:
+            join = self._joined(first.message.request.decode_incarnation)
+            if join.num_streams >= MAX_STREAMS:
+                raise ResourceExhausted(f"a decode instance can have {MAX_STREAMS} streams of prompts")
+        except TransferError as error:
+            await self._refuse(error, context)
+        join.num_streams += 1
+        try:
+            serving = serve_prompts(_with_first(first, messages), self.prefill_into_room, over=join.lost)
+            async with contextlib.aclosing(serving) as events:
+                async for event in events:
+                    yield event
+        finally:
+            join.num_streams -= 1
+
+    async def _first_of(
+        self, messages: AsyncIterator[MessageT], method: str, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> MessageT | None:
+        """Return the first message of a call; None if it has none. End the call if none comes in time."""
+        try:
+            async with asyncio.timeout(FIRST_MESSAGE_S):
+                return await anext(messages, None)
+        except TimeoutError:
+            await self._refuse(ConfigError(f"{method} must send request within {FIRST_MESSAGE_S:g} s"), context)
 
     async def prefill(
         self,
@@ -211,9 +253,7 @@ class PrefillCalls:
         token_ids = checked_prompt(request.token_ids, max_context_tokens=hello.max_context_tokens, vocab_size=hello.vocab_size)
         if request.start_token >= len(token_ids):
             raise ConfigError(f"start_token is {request.start_token}; it must be below the prompt's {len(token_ids)} tokens")
-        join = self.joins.find(request.decode_incarnation)
-        if join is None:
-            raise PeerUnreachable(f"decode instance {request.decode_incarnation:#018x} has not joined this prefill instance")
+        join = self._joined(request.decode_incarnation)
         plan = join.plan_of(len(token_ids), request.start_token)
         if request.HasField("early_room_plan") and request.early_room_plan != chunk_plan_to_proto(plan):
             told = request.early_room_plan
@@ -241,6 +281,13 @@ class PrefillCalls:
             has_early_room=request.HasField("early_room_plan"),
         )
 
+    def _joined(self, decode_incarnation: int) -> Join:
+        """Return the join of that life. Raise PeerUnreachable if it is not joined."""
+        join = self.joins.find(decode_incarnation)
+        if join is None:
+            raise PeerUnreachable(f"decode instance {decode_incarnation:#018x} has not joined this prefill instance")
+        return join
+
     async def _read_room(self, transfer: Transfer, messages: AsyncIterator[pb.PrefillMessage]) -> None:
         """Take the room that the caller gives. A message that is out of order fails the transfer."""
         assert transfer.room is not None
@@ -261,3 +308,9 @@ class PrefillCalls:
         self._metrics.request_ended("refused")
         say_request_refused(error, self._refused)
         await end_with(context, error)
+
+
+async def _with_first(first: MessageT, messages: AsyncIterator[MessageT]) -> AsyncIterator[MessageT]:
+    yield first
+    async for message in messages:
+        yield message

@@ -607,6 +607,7 @@ class PrefillNodes:
     def _unjoin(self, peer: PrefillPeer, reason: str) -> Instance | None:
         """Set the state of a peer that is not joined. Return the instance that it was joined with, if any."""
         instance, peer.instance, peer.broken = peer.instance, None, None
+        peer.retire_stream()
         peer.joined.clear()
         peer.state, peer.reason, peer.links = "lost", reason, []
         peer.plan, peer.cut, peer.largest_piece_bytes, peer.others_tokens = None, None, 0, None

@@ -21,6 +21,7 @@ from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import chunk_plan_to_proto, link_to_proto, sampling_to_proto
 from transfer.registry.heartbeats import HeartbeatWatch
 from transfer.registry.peer_channel import PeerChannel
+from transfer.registry.prompt_stream import PromptCall, PromptStream
 from transfer.registry.status import error_of, readable, tier_error_of
 from transfer.sizes import Cut
 from transfer.tracing import TRACEPARENT
@@ -34,7 +35,8 @@ JOIN_TIMEOUT_S: Final = 60.0
 """Limit for the first event of a join. Before it, every rank attaches and probes its links."""
 
 LONG_PROMPT_TOKENS: Final = 8192
-"""Prompts of at least this length are encoded one per turn of the loop. 131,072 tokens take 3 ms, and many can start at once."""
+"""Prompts of at least this length are encoded one per turn of the loop. 131,072 tokens take 3 ms, and many can start at once.
+Each has a call of its own, so that no other prompt waits behind its bytes."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -72,6 +74,7 @@ class PrefillPeer:
     other: PrefillPeer | None = None  # for an alias, the peer by which its node is joined
     alias_of: int = 0  # life of the node that it was last logged as an alias of
     last_incarnation: int = 0  # life of the node that was last found at this address
+    stream: PromptStream | None = None  # carries the prompts of this join
     encoding: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for one turn by each call with a long prompt
 
     @property
@@ -200,11 +203,13 @@ class PrefillPeer:
             early_room_plan=None if early_room_plan is None else chunk_plan_to_proto(early_room_plan),
         )
         stub, metadata = await self.stub(), ((TRACEPARENT, traceparent),) if traceparent else None
-        call = (
-            stub.Prefill(question, metadata=metadata)
-            if room is None
-            else stub.PrefillIntoRoom(_messages(question, room), metadata=metadata)
-        )
+        call: PromptCall | grpc.aio.UnaryStreamCall[Any, pb.PrefillEvent] | grpc.aio.StreamStreamCall[Any, pb.PrefillEvent]
+        if room is None:
+            call = stub.Prefill(question, metadata=metadata)
+        elif (stream := self._stream_for(token_ids, stub)) is not None:
+            call = stream.begin(question, room, traceparent=traceparent)
+        else:
+            call = stub.PrefillIntoRoom(_messages(question, room), metadata=metadata)
         try:
             async for answer in call:
                 event = readable(answer, method="Prefill")
@@ -222,6 +227,22 @@ class PrefillPeer:
             call.cancel()
             if room is not None:
                 room.cancel()  # gRPC still waits for the next message of a call that has ended
+
+    def _stream_for(self, token_ids: tuple[int, ...], stub: PrefillControlAsyncStub) -> PromptStream | None:
+        """Return the stream for a prompt. None means that the prompt has a call of its own."""
+        if self.instance is None or "prompt_stream" not in self.instance.capabilities or len(token_ids) >= LONG_PROMPT_TOKENS:
+            return None
+        channel = self.channel.current
+        if self.stream is None or not self.stream.is_open or self.stream.channel is not channel:
+            self.retire_stream()
+            self.stream = PromptStream(stub, channel)
+        return None if self.stream.is_full else self.stream
+
+    def retire_stream(self) -> None:
+        """Send no further prompt on the stream, and end it when its prompts have ended."""
+        if self.stream is not None:
+            self.stream.retire()
+            self.stream = None
 
     async def give_up(self, engine_request: str, reason: str) -> bool:
         """Tell the node that the prompt of that name is not wanted any more. Return False if the node was not reached."""

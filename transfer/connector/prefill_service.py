@@ -154,3 +154,10 @@ class PrefillService(SideService, pb_grpc.PrefillControlServicer):
         async with contextlib.aclosing(self._calls.prefill_into_room(request_iterator, context)) as events:
             async for event in events:
                 yield event
+
+    async def StreamPrompts(
+        self, request_iterator: AsyncIterator[pb.PromptMessage], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.PromptEvent]:
+        async with contextlib.aclosing(self._calls.stream_prompts(request_iterator, context)) as events:
+            async for event in events:
+                yield event

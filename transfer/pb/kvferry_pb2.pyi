@@ -204,6 +204,42 @@ class PrefillMessage(_message.Message):
     room: PrefillRoom
     def __init__(self, request: _Optional[_Union[PrefillRequest, _Mapping]] = ..., room: _Optional[_Union[PrefillRoom, _Mapping]] = ...) -> None: ...
 
+class PromptMessage(_message.Message):
+    __slots__ = ("prompt", "message", "cancelled", "traceparent")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    prompt: int
+    message: PrefillMessage
+    cancelled: PromptCancelled
+    traceparent: str
+    def __init__(self, prompt: _Optional[int] = ..., message: _Optional[_Union[PrefillMessage, _Mapping]] = ..., cancelled: _Optional[_Union[PromptCancelled, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class PromptCancelled(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PromptEvent(_message.Message):
+    __slots__ = ("prompt", "event", "status")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    prompt: int
+    event: PrefillEvent
+    status: PromptStatus
+    def __init__(self, prompt: _Optional[int] = ..., event: _Optional[_Union[PrefillEvent, _Mapping]] = ..., status: _Optional[_Union[PromptStatus, _Mapping]] = ...) -> None: ...
+
+class PromptStatus(_message.Message):
+    __slots__ = ("code", "details", "spares_kv")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    SPARES_KV_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    details: str
+    spares_kv: bool
+    def __init__(self, code: _Optional[int] = ..., details: _Optional[str] = ..., spares_kv: bool = ...) -> None: ...
+
 class PrefillRoom(_message.Message):
     __slots__ = ("start_token",)
     START_TOKEN_FIELD_NUMBER: _ClassVar[int]

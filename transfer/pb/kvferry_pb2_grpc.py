@@ -418,6 +418,11 @@ class PrefillControlStub(object):
                 request_serializer=transfer_dot_pb_dot_kvferry__pb2.PrefillMessage.SerializeToString,
                 response_deserializer=transfer_dot_pb_dot_kvferry__pb2.PrefillEvent.FromString,
                 _registered_method=True)
+        self.StreamPrompts = channel.stream_stream(
+                '/kvferry.v1.PrefillControl/StreamPrompts',
+                request_serializer=transfer_dot_pb_dot_kvferry__pb2.PromptMessage.SerializeToString,
+                response_deserializer=transfer_dot_pb_dot_kvferry__pb2.PromptEvent.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/kvferry.v1.PrefillControl/Abort',
                 request_serializer=transfer_dot_pb_dot_kvferry__pb2.AbortRequest.SerializeToString,
@@ -478,6 +483,18 @@ class PrefillControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StreamPrompts(self, request_iterator, context):
+        """Carry many prompts. Each is served like a call of `PrefillIntoRoom`: messages, events and errors are the same, and an error ends only
+        its prompt. The end of the stream gives all of its prompts up. The stream ends with the join of its first prompt. Only for prefill
+        sides with the capability "prompt_stream".
+
+        INVALID_ARGUMENT: the first message has no `request`, or a number breaks a rule. UNAVAILABLE: the decode instance of the first
+        prompt has not joined, or draining. RESOURCE_EXHAUSTED: the instance has too many streams. Errors of prompts are in `PromptStatus`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Abort a request. An unknown or ended request is OK, too (`found` is false).
 
@@ -520,6 +537,11 @@ def add_PrefillControlServicer_to_server(servicer, server):
                     servicer.PrefillIntoRoom,
                     request_deserializer=transfer_dot_pb_dot_kvferry__pb2.PrefillMessage.FromString,
                     response_serializer=transfer_dot_pb_dot_kvferry__pb2.PrefillEvent.SerializeToString,
+            ),
+            'StreamPrompts': grpc.stream_stream_rpc_method_handler(
+                    servicer.StreamPrompts,
+                    request_deserializer=transfer_dot_pb_dot_kvferry__pb2.PromptMessage.FromString,
+                    response_serializer=transfer_dot_pb_dot_kvferry__pb2.PromptEvent.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -619,6 +641,33 @@ class PrefillControl(object):
             '/kvferry.v1.PrefillControl/PrefillIntoRoom',
             transfer_dot_pb_dot_kvferry__pb2.PrefillMessage.SerializeToString,
             transfer_dot_pb_dot_kvferry__pb2.PrefillEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamPrompts(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvferry.v1.PrefillControl/StreamPrompts',
+            transfer_dot_pb_dot_kvferry__pb2.PromptMessage.SerializeToString,
+            transfer_dot_pb_dot_kvferry__pb2.PromptEvent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -309,6 +309,18 @@ class PrefillControlStub:
     Errors as of `Prefill`. INVALID_ARGUMENT also for a message out of this order.
     """
 
+    StreamPrompts: grpc.StreamStreamMultiCallable[
+        transfer.pb.kvferry_pb2.PromptMessage,
+        transfer.pb.kvferry_pb2.PromptEvent,
+    ]
+    """Carry many prompts. Each is served like a call of `PrefillIntoRoom`: messages, events and errors are the same, and an error ends only
+    its prompt. The end of the stream gives all of its prompts up. The stream ends with the join of its first prompt. Only for prefill
+    sides with the capability "prompt_stream".
+
+    INVALID_ARGUMENT: the first message has no `request`, or a number breaks a rule. UNAVAILABLE: the decode instance of the first
+    prompt has not joined, or draining. RESOURCE_EXHAUSTED: the instance has too many streams. Errors of prompts are in `PromptStatus`.
+    """
+
     Abort: grpc.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.AbortRequest,
         transfer.pb.kvferry_pb2.AbortResponse,
@@ -373,6 +385,18 @@ class PrefillControlAsyncStub:
     "room_in_stream".
 
     Errors as of `Prefill`. INVALID_ARGUMENT also for a message out of this order.
+    """
+
+    StreamPrompts: grpc.aio.StreamStreamMultiCallable[
+        transfer.pb.kvferry_pb2.PromptMessage,
+        transfer.pb.kvferry_pb2.PromptEvent,
+    ]
+    """Carry many prompts. Each is served like a call of `PrefillIntoRoom`: messages, events and errors are the same, and an error ends only
+    its prompt. The end of the stream gives all of its prompts up. The stream ends with the join of its first prompt. Only for prefill
+    sides with the capability "prompt_stream".
+
+    INVALID_ARGUMENT: the first message has no `request`, or a number breaks a rule. UNAVAILABLE: the decode instance of the first
+    prompt has not joined, or draining. RESOURCE_EXHAUSTED: the instance has too many streams. Errors of prompts are in `PromptStatus`.
     """
 
     Abort: grpc.aio.UnaryUnaryMultiCallable[
@@ -445,6 +469,20 @@ class PrefillControlServicer(metaclass=abc.ABCMeta):
         "room_in_stream".
 
         Errors as of `Prefill`. INVALID_ARGUMENT also for a message out of this order.
+        """
+
+    @abc.abstractmethod
+    def StreamPrompts(
+        self,
+        request_iterator: _MaybeAsyncIterator[transfer.pb.kvferry_pb2.PromptMessage],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[transfer.pb.kvferry_pb2.PromptEvent], collections.abc.AsyncIterator[transfer.pb.kvferry_pb2.PromptEvent]]:
+        """Carry many prompts. Each is served like a call of `PrefillIntoRoom`: messages, events and errors are the same, and an error ends only
+        its prompt. The end of the stream gives all of its prompts up. The stream ends with the join of its first prompt. Only for prefill
+        sides with the capability "prompt_stream".
+
+        INVALID_ARGUMENT: the first message has no `request`, or a number breaks a rule. UNAVAILABLE: the decode instance of the first
+        prompt has not joined, or draining. RESOURCE_EXHAUSTED: the instance has too many streams. Errors of prompts are in `PromptStatus`.
         """
 
     @abc.abstractmethod

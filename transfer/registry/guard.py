@@ -54,6 +54,7 @@ METHOD_ROLES: Final[dict[str, frozenset[CallerRole]]] = {
     "/kvferry.v1.PrefillControl/Join": _PEER,
     "/kvferry.v1.PrefillControl/Prefill": _PEER,
     "/kvferry.v1.PrefillControl/PrefillIntoRoom": _PEER,
+    "/kvferry.v1.PrefillControl/StreamPrompts": _PEER,
     "/kvferry.v1.PrefillControl/Abort": _BOTH,
     "/kvferry.v1.PrefillControl/Status": _CLIENT,
     "/kvferry.v1.PrefillControl/Drain": _CLIENT,
