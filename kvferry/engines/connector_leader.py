@@ -121,14 +121,15 @@ class ConnectorLeader:
 
     # Prompts that the engine computes
 
-    def offer(self, name: str, transfer_id: str, token_ids: Sequence[int]) -> None:
+    def offer(self, name: str, transfer_id: str, token_ids: Sequence[int], *, cache_salt: str | None = None) -> None:
         """Offer a prompt to decode sides.
 
         Args:
             name: The engine's own name of the prompt, not in use.
             transfer_id: The decode side requests the prompt by it.
+            cache_salt: See `OfferedPrompts.offer`.
         """
-        self._call(self.outgoing.requests.offer, name, transfer_id, tuple(token_ids))
+        self._call(self.outgoing.requests.offer, name, transfer_id, tuple(token_ids), cache_salt)
 
     def begin(self, name: str) -> None:
         """Report that the engine has pages for the prompt and is about to compute it."""
@@ -159,13 +160,14 @@ class ConnectorLeader:
         needs_first_token: bool = False,
         needs_note: bool = False,
         traceparent: str = "",
+        cache_salt: str = "",
     ) -> None:
         """Fetch the KV of a prompt's tokens from `start_token` on; see `BoundPrompts.want`."""
         if self._is_closed:
             return
         self._wanted.add(name)
         needs = needs_first_token, needs_note
-        self._call(self._want, name, transfer_id, source, tuple(token_ids), start_token, *needs, traceparent)
+        self._call(self._want, name, transfer_id, source, tuple(token_ids), start_token, *needs, traceparent, cache_salt)
 
     def view(self, name: str) -> PromptView | None:
         """Return the state of a wanted prompt; None means that it is not wanted, or settled."""

@@ -26,6 +26,7 @@ from vllm.v1.request import RequestStatus
 from kvferry.engines.connector import ConnectorEngine
 from kvferry.engines.connector_leader import ConnectorLeader
 from kvferry.engines.connector_rank import ConnectorRank
+from kvferry.engines.vllm_adapters import VllmAdapters
 from kvferry.engines.vllm_compute import ComputeByApi
 from kvferry.engines.vllm_facts import model_fields, read_facts
 from kvferry.engines.vllm_layout import VllmLayout, describe
@@ -85,6 +86,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
                 engine_id=transfer.engine_id,
                 recomputes=transfer.kv_load_failure_policy == "recompute",
                 windows=WindowBlocks(layout.window_tables),
+                adapters=None if vllm_config.lora_config is None else VllmAdapters(),
             )
 
     def _described(self) -> VllmLayout:

@@ -153,7 +153,7 @@ def model_fields(vllm_config: Any) -> dict[str, str]:
     """Return the fields of the model that must be equal on both sides; see `kvferry.engines.model_identity`.
 
     They equal an embedded node's of the same directory, unless vLLM's settings change the model. Such settings are
-    ``--hf-overrides``, and a quantisation that config.json does not name.
+    ``--hf-overrides``, a quantisation that config.json does not name, and ``--enable-lora``.
 
     Raises:
         ConfigError: The model's directory is missing or damaged.
@@ -166,8 +166,25 @@ def model_fields(vllm_config: Any) -> dict[str, str]:
         "hf_overrides": model.hf_overrides if callable(model.hf_overrides) else json.dumps(model.hf_overrides, sort_keys=True),
         "quantization": None if is_stored_quantised else model.quantization,
         "revision": None if Path(model.model).is_dir() else model.revision,
+        "lora": _lora_settings(vllm_config.lora_config),
     }
     return model_identity.model_fields(str(model.model), changes=changes)
+
+
+def _lora_settings(lora: Any) -> str | None:
+    """Return the settings that determine the KV of a prompt with an adapter; None means that adapters are off.
+
+    An instance without adapters, and each one of an earlier release, does not compare adapters. So it differs in this field.
+    """
+    if lora is None:
+        return None
+    settings = {
+        "dtype": torch_name(lora.lora_dtype),
+        "target_modules": None if lora.target_modules is None else sorted(lora.target_modules),
+        "shared_experts": bool(lora.enable_moe_shared_loras),
+        "mixed_experts": bool(lora.enable_mixed_moe_lora_format),
+    }
+    return json.dumps(settings, sort_keys=True)
 
 
 def torch_name(dtype: object) -> str:
@@ -216,8 +233,6 @@ def _layer(name: str, group: int, spec: Any, module: Any) -> LayerFacts:
 
 def _features(vllm_config: Any) -> Iterator[tuple[str, str]]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if vllm_config.lora_config is not None:
-        yield "lora", f"max_loras {vllm_config.lora_config.max_loras}"
     if vllm_config.speculative_config is not None:
         yield "speculative decoding", str(vllm_config.speculative_config.method)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

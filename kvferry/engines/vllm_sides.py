@@ -26,6 +26,7 @@ import structlog
 from kvferry.engines.connector import DECODE, PREFILL, Sides
 from kvferry.engines.connector_leader import ConnectorLeader
 from kvferry.engines.connector_rank import ConnectorRank
+from kvferry.engines.vllm_adapters import VllmAdapters
 from kvferry.engines.vllm_windows import WindowBlocks
 from transfer.connector.bound_prompts import PromptState
 from transfer.connector.incoming_rank import Settled
@@ -173,6 +174,7 @@ class SchedulerSide:
         engine_id: vLLM's name of this engine, for routers.
         recomputes: Whether vLLM computes a prompt whose KV did not arrive, instead of failing it (``kv_load_failure_policy``).
         windows: Blocks of sliding windows. None means that vLLM keeps blocks for every token.
+        adapters: LoRA adapters. None means that vLLM runs without them.
     """
 
     def __init__(
@@ -184,11 +186,13 @@ class SchedulerSide:
         engine_id: str,
         recomputes: bool,
         windows: WindowBlocks | None = None,
+        adapters: VllmAdapters | None = None,
     ) -> None:
         self._leader = leader
         self._sides = sides
         self._tables_to_fill = tables_to_fill
         self._windows = WindowBlocks() if windows is None else windows
+        self._adapters = adapters
         self._engine_id = engine_id
         self._recomputes = recomputes
         self._outgoing: dict[str, _Outgoing] = {}
@@ -216,7 +220,8 @@ class SchedulerSide:
         self._outgoing[request.request_id] = _Outgoing(
             name=name, transfer_id=transfer_id, num_prompt_tokens=len(request.prompt_token_ids)
         )
-        self._leader.offer(name, transfer_id, request.prompt_token_ids)
+        salt = None if self._adapters is None else self._adapters.salt(request.lora_request)
+        self._leader.offer(name, transfer_id, request.prompt_token_ids, cache_salt=salt)
 
     def _why_not_handed_over(self, request: Any, params: Mapping[str, Any], transfer_id: object) -> str:
         if PREFILL not in self._sides:
@@ -229,7 +234,10 @@ class SchedulerSide:
             return f"its max_tokens is {request.max_tokens}; it must be 1, because vLLM frees blocks of windows as it generates"
         if not isinstance(transfer_id, str) or not 1 <= len(transfer_id) <= MAX_TRANSFER_ID_CHARS or not is_utf8(transfer_id):
             return f"transfer_id is {transfer_id!r:.200}; it must have 1 to {MAX_TRANSFER_ID_CHARS} characters of UTF-8"
-        return ""
+        return self._adapter_problem(request)
+
+    def _adapter_problem(self, request: Any) -> str:
+        return "" if self._adapters is None else self._adapters.problem(request.lora_request)
 
     def _name(self, request: Any) -> str:
         return f"{request.request_id}|{next(self._numbers)}"
@@ -278,7 +286,9 @@ class SchedulerSide:
             return "it is to be computed without any cache (prompt_logprobs, for example)"
         if not params.get("transfer_id") and (request.mm_features or request.prompt_embeds is not None):
             return "it has inputs besides its tokens (images, embeddings), which a prefill node is not sent"
-        return ""
+        if not params.get("transfer_id") and self._adapters is not None and request.lora_request is not None:
+            return "it has a LoRA adapter and no transfer_id; a prefill node computes prompts without an adapter"
+        return self._adapter_problem(request)
 
     def _ask(self, request: Any, start_token: int) -> None:
         before = self._wanted.get(request.request_id)
@@ -300,6 +310,7 @@ class SchedulerSide:
             start_token=start_token,
             needs_first_token=uses_first_token,
             traceparent=_traceparent_of(request),
+            cache_salt="" if self._adapters is None else self._adapters.salt(request.lora_request),
         )
 
     def _settle_locally(self, request: Any) -> None:

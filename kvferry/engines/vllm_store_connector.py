@@ -18,9 +18,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import hashlib
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -50,6 +51,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from kvferry.engines.vllm_adapters import VllmAdapters
 from kvferry.engines.vllm_facts import model_fields, read_facts
 from kvferry.engines.vllm_host_copies import HostCopies, chunk_part_bytes
 from kvferry.engines.vllm_layout import check
@@ -94,6 +96,11 @@ class KvferryStoreConnector(OffloadingConnector):
         self._caches: dict[str, torch.Tensor] = {}
 
     # In the scheduler's process
+
+    def on_new_request(self, request: Any) -> None:
+        if self._vllm_config.lora_config is not None:
+            self._tier.use_adapter(request.request_id, request.lora_request)
+        super().on_new_request(request)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
         """Begin to use the store, now that all workers have described their pages.
@@ -330,6 +337,23 @@ def _forget_name(region: SharedOffloadRegion | None) -> None:
         region._creator = False
 
 
+@dataclass(frozen=True)
+class PageNames:
+    """Names of a request's pages in the store.
+
+    vLLM's names contain the name and the path of a LoRA adapter, but not its revision. With an adapter, names here begin with a
+    hash of name and revision.
+
+    Args:
+        prefix: The hash; empty without an adapter. None means that the revision is unknown, so no page is used.
+    """
+
+    prefix: bytes | None = b""
+
+    def of(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
+        return () if self.prefix is None else tuple(self.prefix + key for key in keys)
+
+
 class StoreTier(SecondaryTierManager):
     """kvferry's store as a tier below vLLM's host memory."""
 
@@ -348,6 +372,9 @@ class StoreTier(SecondaryTierManager):
         self.offloading = offloading_spec.config
         self._stats = StoreStats()
         self._store = VllmStore(config.storage, memory=primary_kv_view, observer=self._stats)
+        self._adapters = VllmAdapters()
+        self._names: dict[str, PageNames] = {}  # by request, until vLLM has made its context
+        self._prefixes: dict[int, int] = {}  # length of the prefix in the names of a job
 
     def start(self, keys: PageKeys, *, page_bytes: int) -> None:
         self._store.start(keys, page_bytes=page_bytes)
@@ -355,30 +382,51 @@ class StoreTier(SecondaryTierManager):
     def separate(self) -> None:
         self._store.separate()
 
+    def use_adapter(self, request_id: str, lora_request: Any) -> None:
+        """Record the LoRA adapter of a request whose context vLLM is about to make."""
+        if problem := self._adapters.problem(lora_request):
+            log.warning("store_not_used", request_id=request_id, reason=problem)
+            self._names[request_id] = PageNames(prefix=None)
+        elif lora_request is not None:
+            salt = self._adapters.salt(lora_request)
+            self._names[request_id] = PageNames(prefix=hashlib.sha256(salt.encode()).digest())
+
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        names = _names_of(req_context).of([key])
+        if not names:
+            return LookupResult.MISS
         position = req_context.get_offload_key_position(key) or 0
-        is_stored = self._store.is_stored(key, req_context.req_id, position=position)
+        is_stored = self._store.is_stored(names[0], req_context.req_id, position=position)
         return LookupResult.RETRY if is_stored is None else LookupResult.HIT if is_stored else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
-        self._store.save(job_metadata.job_id, job_metadata.keys, job_metadata.chunk_ids)
+        self._begin(job_metadata, self._store.save)
 
     def submit_load(self, job_metadata: Any) -> None:
-        self._store.load(job_metadata.job_id, job_metadata.keys, job_metadata.chunk_ids)
+        self._begin(job_metadata, self._store.load)
+
+    def _begin(self, job: Any, begin: Callable[[int, Sequence[bytes], Sequence[int]], None]) -> None:
+        naming = _names_of(job.req_context)
+        names = naming.of(job.keys)
+        self._prefixes[job.job_id] = len(naming.prefix or b"")
+        begin(job.job_id, names, job.chunk_ids[: len(names)])
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         return [
             JobResult(
                 job_id=job.job_id,
                 success=job.is_whole,
-                successful_keys=None if job.is_whole else job.names,
+                successful_keys=None if job.is_whole else [name[prefix:] for name in job.names],
                 transfer_time=job.seconds,
                 transfer_bytes=job.num_bytes,
             )
             for job in self._store.finished()
+            for prefix in [self._prefixes.pop(job.job_id)]
         ]
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        if (names := self._names.pop(req_context.req_id, None)) is not None:
+            req_context.set_state(names)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -405,6 +453,10 @@ class StoreTier(SecondaryTierManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         return self._stats.take()
+
+
+def _names_of(req_context: Any) -> PageNames:
+    return req_context.get_state(PageNames) or PageNames()
 
 
 class StoreStats(StoreMetrics):

@@ -144,7 +144,6 @@ def test_what_is_packed_otherwise(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "name", "value"),
     [
-        ({"lora_config": {"max_loras": 3}}, "lora", "max_loras 3"),
         ({"speculative_config": {"method": "eagle"}}, "speculative decoding", "eagle"),
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size", "2"),
         ({"parallel_config": {"prefill_context_parallel_size": 4}}, "prefill_context_parallel_size", "4"),
@@ -188,5 +187,9 @@ def test_model_fields_are_those_of_an_embedded_node(tmp_path: Path) -> None:
     assert plain == read_model_files(tmp_path).fields
     changed = config(model=str(tmp_path), model_config={"hf_overrides": {"rope_theta": 5.0}, "quantization": "fp8"})
     assert model_fields(changed) == {**plain, "engine.hf_overrides": '{"rope_theta": 5.0}', "engine.quantization": "fp8"}
+    lora = {"lora_dtype": torch.bfloat16, "target_modules": ["q_proj", "k_proj"]}
+    lora |= {"enable_moe_shared_loras": False, "enable_mixed_moe_lora_format": False}
+    settings = '{"dtype": "bfloat16", "mixed_experts": false, "shared_experts": false, "target_modules": ["k_proj", "q_proj"]}'
+    assert model_fields(config(model=str(tmp_path), lora_config=lora)) == {**plain, "engine.lora": settings}
     stored = SimpleNamespace(to_dict=dict, quantization_config={"quant_method": "fp8"})
     assert model_fields(config(model=str(tmp_path), model_config={"hf_config": stored, "quantization": "fp8"})) == plain

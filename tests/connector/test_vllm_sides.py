@@ -6,12 +6,14 @@ What its scheduler and workers hand over are plain objects with the attributes t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from kvferry.engines.connector import DECODE, PREFILL, Sides
+from kvferry.engines.vllm_adapters import VllmAdapters
 from kvferry.engines.vllm_sides import OutgoingStep, Results, SchedulerSide, StepMessage, WorkerSide
 from tests.connector.conftest import Pair
 from tests.connector.instances import DIM, HEADS, LAYERS, PAGES, Instance, kv_of, prompt_of, slots_of, wait_for
@@ -34,9 +36,12 @@ class Vllm:
         recomputes: bool = True,
         sides: Sides = PREFILL | DECODE,
         layer_ends: Mapping[str, int] | None = None,
+        adapters: VllmAdapters | None = None,
     ) -> None:
         self.instance = instance
-        self.scheduler = SchedulerSide(instance.leader, filled, sides=sides, engine_id="engine-1", recomputes=recomputes)
+        self.scheduler = SchedulerSide(
+            instance.leader, filled, sides=sides, engine_id="engine-1", recomputes=recomputes, adapters=adapters
+        )
         self.workers = [WorkerSide(rank, tables, layer_ends=layer_ends or {}) for rank in instance.ranks]
         self.on_layer: Callable[[int], None] = lambda layer: None  # called when a layer of a step is reported
         self.free = list(range(1, PAGES))  # block 0 is the null block
@@ -44,7 +49,7 @@ class Vllm:
         self.blocks: dict[str, list[int]] = {}
         self.results = [Results() for _ in self.workers]
 
-    def request(self, name: str, prompt: Sequence[int], params: dict[str, Any] | None) -> Any:
+    def request(self, name: str, prompt: Sequence[int], params: dict[str, Any] | None, *, lora: Any = None) -> Any:
         request = SimpleNamespace(
             request_id=name,
             prompt_token_ids=list(prompt),
@@ -58,6 +63,7 @@ class Vllm:
             sampling_params=SimpleNamespace(num_logprobs=None),
             use_structured_output=False,
             resumable=False,
+            lora_request=lora,
         )
         self.scheduler.added(request)
         return request
@@ -519,6 +525,87 @@ def test_what_only_this_engine_can_compute_is_not_fetched(
     target.assert_idle()
 
 
+def adapter(directory: Path, *, weights: bytes = b"weights", name: str = "sql", **changes: Any) -> Any:
+    """vLLM's LoRARequest for a new adapter in that directory."""
+    directory.mkdir(parents=True)
+    (directory / "adapter_config.json").write_text("{}", encoding="utf-8")
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+    plain = {"lora_name": name, "lora_int_id": 1, "lora_path": str(directory), "load_inplace": False, "is_3d_lora_weight": False}
+    return SimpleNamespace(**plain | changes)
+
+
+def test_a_prompt_with_an_adapter_goes_to_the_same_adapter(pair: Pair, tmp_path: Path) -> None:
+    source, target = pair()
+    prefill, decode = Vllm(source, adapters=VllmAdapters()), Vllm(target, adapters=VllmAdapters())
+    for name, there, here in (
+        ("adapter", adapter(tmp_path / "there"), adapter(tmp_path / "here", lora_int_id=4)),
+        ("base", None, None),
+    ):
+        theirs = prefill.request(f"a-{name}", PROMPT, {"do_remote_decode": True, "transfer_id": name}, lora=there)
+        prefill.step(theirs, 100)
+        prefill.end(theirs)
+        params = {"do_remote_prefill": True, "transfer_id": name, "remote_address": source.leader.address}
+        request = decode.request(f"b-{name}", PROMPT, params, lora=here)
+        assert decode.matched(request) == (100, True)
+        decode.bind(request)
+        decode.wait_for("received", f"b-{name}")
+        target.assert_has(decode.blocks[f"b-{name}"], PROMPT)
+        prefill.wait_for("sent", f"a-{name}")
+    source.assert_idle()
+    target.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        ({}, None),
+        (None, {}),
+        ({"name": "chat"}, {"name": "sql"}),
+        ({"weights": b"of Monday"}, {"weights": b"of Friday"}),
+    ],
+    ids=["base", "base-there", "name", "revision"],
+)
+def test_the_same_tokens_with_another_adapter_are_refused_and_computed(
+    pair: Pair, tmp_path: Path, there: dict[str, Any] | None, here: dict[str, Any] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = pair()
+    prefill, decode = Vllm(source, adapters=VllmAdapters()), Vllm(target, adapters=VllmAdapters())
+    ours, theirs = (
+        None if one is None else adapter(tmp_path / place, **one) for place, one in (("here", here), ("there", there))
+    )
+    offered = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "x"}, lora=theirs)
+    prefill.step(offered, 100)
+    prefill.end(offered)
+    params = {"do_remote_prefill": True, "transfer_id": "x", "remote_address": source.leader.address}
+    assert decode.matched(decode.request("b", PROMPT, params, lora=ours)) == (0, False)
+    prefill.wait_for("sent", "a")  # it holds no blocks for it
+    said = "".join(capsys.readouterr())
+    assert "prompt_recomputed" in said and "LoRA adapter or revision differ" in said
+    for one in (ours, theirs):
+        assert one is None or f":{one.lora_name}'" in said
+    target.assert_idle()
+
+
+def test_an_adapter_of_unknown_revision_is_moved_on_neither_side(
+    pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = pair()
+    prefill, decode = Vllm(source, adapters=VllmAdapters()), Vllm(target, adapters=VllmAdapters())
+    lora = adapter(tmp_path / "a", load_inplace=True)
+    prefill.step(offered := prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "x"}, lora=lora), 100)
+    assert prefill.end(offered) == (False, None)
+    params = {"do_remote_prefill": True, "transfer_id": "x", "remote_address": source.leader.address}
+    assert decode.matched(decode.request("b", PROMPT, params, lora=lora)) == (0, False)
+    known = adapter(tmp_path / "b", lora_int_id=2)
+    unnamed = {"do_remote_prefill": True, "remote_address": source.leader.address}
+    assert decode.matched(decode.request("c", PROMPT, unnamed, lora=known)) == (0, False)
+    said = "".join(capsys.readouterr())
+    assert "request_not_handed_over" in said and said.count("was loaded in place") == 2
+    assert "a prefill node computes prompts without an adapter" in said
+    source.assert_idle()
+    target.assert_idle()
+
+
 def test_blocks_that_are_lacking_come_from_a_request_that_prefill_has_preempted(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -622,7 +709,7 @@ class AskedLeader:
     def check(self) -> None:
         pass
 
-    def want(self, name: str, *what: object, start_token: int, needs_first_token: bool, traceparent: str) -> None:
+    def want(self, name: str, *what: object, traceparent: str, **rest: object) -> None:
         self.traceparents.append(traceparent)
 
 
@@ -670,7 +757,7 @@ def test_a_prefix_cache_that_grows_before_there_are_blocks(can_start_late: bool)
         trace_headers={"traceparent": TRACEPARENT},
     )
     assert scheduler.matched(request, 32) == (None, False)
-    rest = {"needs_first_token": False, "traceparent": TRACEPARENT}
+    rest = {"needs_first_token": False, "traceparent": TRACEPARENT, "cache_salt": ""}
     assert told == [{"start_token": 32, **rest}]
     if not can_start_late:
         assert scheduler.matched(request, 48) == (None, False)

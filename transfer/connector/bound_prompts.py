@@ -185,6 +185,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
         needs_first_token: bool = False,
         needs_note: bool = False,
         traceparent: str = "",
+        cache_salt: str = "",
     ) -> None:
         """Fetch the KV of tokens [start_token, end) of a prompt.
 
@@ -194,6 +195,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
             needs_first_token: The KV is of no use without the first token; see `take_first_tokens`.
             needs_note: The KV is of no use without the note of the prefill side's engine.
             traceparent: The engine's span of the request.
+            cache_salt: Salt of the prompt in the prefill side's engine; see `OfferedPrompts.offer`.
         """
         if name in self._prompts:
             raise ValueError(f"prompt {name} is wanted twice")
@@ -215,6 +217,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
             needs_note=needs_note,
             span=span,
             traceparent=traceparent,
+            cache_salt=cache_salt,
             accepted_s=time.monotonic(),
             join_timeout_s=self._limits.meet_timeout_s,
         )

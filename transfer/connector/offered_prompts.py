@@ -40,6 +40,7 @@ class _Prompt:
     name: str
     transfer_id: str
     token_ids: tuple[int, ...]
+    cache_salt: str | None
     offered_s: float
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     was_begun: bool = False  # the engine has preempted it, and will begin it again
@@ -125,11 +126,17 @@ class OfferedPrompts(OutgoingTransfers):
 
     # Calls of the engine
 
-    def offer(self, name: str, transfer_id: str, token_ids: tuple[int, ...]) -> None:
-        """Record that the engine has got the prompt."""
+    def offer(self, name: str, transfer_id: str, token_ids: tuple[int, ...], cache_salt: str | None = None) -> None:
+        """Record that the engine has got the prompt.
+
+        Args:
+            cache_salt: Salt that a decode side must send with the prompt. None accepts any.
+        """
         if name in self._prompts:
             raise ValueError(f"prompt {name} is offered twice")
-        prompt = _Prompt(name=name, transfer_id=transfer_id, token_ids=token_ids, offered_s=time.monotonic())
+        prompt = _Prompt(
+            name=name, transfer_id=transfer_id, token_ids=token_ids, cache_salt=cache_salt, offered_s=time.monotonic()
+        )
         self._prompts[name] = prompt
         if transfer_id in self._offered or transfer_id in self._closed:
             why = self._closed.get(transfer_id, "it is another prompt's")
@@ -291,6 +298,11 @@ class OfferedPrompts(OutgoingTransfers):
         if prompt is None:
             prompt = await self._next_offer(name)
         _check_same_prompt(prompt.token_ids, transfer.token_ids)
+        if prompt.cache_salt not in (None, transfer.cache_salt):
+            raise ConfigError(
+                f"cache_salt is {transfer.cache_salt!r}; that of the prompt which the prefill side's engine was given is "
+                f"{prompt.cache_salt!r}: LoRA adapter or revision differ"
+            )
         # The decode side may have given the attempt before up, and this side is about to get its end.
         while prompt.transfer is not None:
             await asyncio.sleep(LOOK_S)
