@@ -92,7 +92,7 @@ class Lookup:
         self.store.pages |= dict.fromkeys(prefix.keys([layer_groups(prefix.decode.layout)[group]], pages), b"")
 
     async def num_pages(self, prefix: StoredPrefix) -> int:
-        return await num_stored_pages(prefix, self.client, deadline_s=asyncio.get_running_loop().time() + 10.0)
+        return await num_stored_pages(prefix, self.client, deadline_s=asyncio.get_running_loop().time() + 120.0)
 
 
 @pytest.fixture
