@@ -44,7 +44,6 @@ def sessions_of(pids: set[int]) -> set[int]:
 @pytest.mark.parametrize(
     ("arguments", "code", "named"),
     [
-        (("--transport", "inproc"), 2, "one process"),
         (("--decode-tp", "5"), 2, "5"),
     ],
 )

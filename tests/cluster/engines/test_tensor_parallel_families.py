@@ -106,8 +106,8 @@ def book_of(directory: Path, lengths: dict[str, int]) -> PageBook:
 @pytest.mark.parametrize(
     ("family", "tp_size", "named"),
     [
-        ("gpt_oss", 2, "must be 1, the embedded engine does not cut a GptOssForCausalLM"),
-        ("qwen3_next", 8, "does not divide the model's num_key_value_heads 4; must be one of 1, 2, 4"),
+        ("gpt_oss", 2, "it must be 1: the embedded engine does not shard GptOssForCausalLM"),
+        ("qwen3_next", 8, "does not divide num_key_value_heads (4) of the model's config.json; it must be one of 1, 2, 4"),
     ],
 )
 def test_cuts_that_the_engine_does_not_serve_are_refused_before_and_by_the_ranks(
@@ -121,4 +121,4 @@ def test_cuts_that_the_engine_does_not_serve_are_refused_before_and_by_the_ranks
         with pytest.raises(ConfigError) as caught:
             check()
         text: Any = str(caught.value)
-        assert f"tp_size is {tp_size}" in text and named in text
+        assert f"parallel.tp_size (--tp) is {tp_size}" in text and named in text
