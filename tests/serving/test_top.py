@@ -52,7 +52,7 @@ def test_top_once_shows_the_whole_cluster_from_a_prefill_node(serving: Serving) 
     for node in serving.cluster.prefill_nodes:
         row = rf"prefill {node.address} ready \d+ \d+ {bar} [\d,]+ of 1,024 {bar} \d+ of \d+ \S+ (s|min) \S+"
         assert [line for line in lines if re.fullmatch(row, line)], found.stdout
-        link = rf"{node.address} #[01] {decode} #0 ucx/\S+ [\d,]+ us [\d.]+ GB/s ({bar} [\d.]+ GB/s [\d.]+|idle)"
+        link = rf"{node.address} #[01] {decode} #0 (?:shm|ucx/\S+) [\d,]+ us [\d.]+ GB/s ({bar} [\d.]+ GB/s [\d.]+|idle)"
         assert [line for line in lines if re.fullmatch(link, line)], found.stdout
     ring = rf"{decode} #0 [█░┃]{{24}} \S+ (B|KiB|MiB) \S+ (B|KiB|MiB) \S+ MiB [\d,]+"
     assert [line for line in lines if re.fullmatch(ring, line)], found.stdout
