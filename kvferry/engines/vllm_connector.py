@@ -89,6 +89,11 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
                 adapters=None if vllm_config.lora_config is None else VllmAdapters(),
             )
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Return False: in sleep mode, vLLM unmaps its KV cache, and transfers were not tested with that. Called by vLLM 0.33."""
+        return False
+
     def _described(self) -> VllmLayout:
         return describe(read_facts(self._vllm_config, self._kv_cache_config), windows=self._config.window_layers)
 

@@ -16,6 +16,13 @@ def test_the_installed_vllm_is_the_recorded_one() -> None:
     assert found.stdout.endswith(f": 0 differences from {versions.read_recorded()['vllm']}\n")
 
 
+def test_sleep_mode_is_refused() -> None:
+    """vLLM 0.33 asks before it starts, and takes a connector without this method for one that supports it."""
+    from kvferry.engines.vllm_connector import KvferryConnector
+
+    assert not KvferryConnector.supports_sleep_mode(None)
+
+
 def test_a_hook_that_was_added_to_vllm_is_listed() -> None:
     """As with a newer vLLM: the record lacks a method, a field and a class that are installed."""
     recorded = dict(versions.read_recorded()["interface"])
