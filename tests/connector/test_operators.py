@@ -254,7 +254,7 @@ def test_both_sides_record_one_trace_inside_that_of_the_engine(start: Start) -> 
         source.sends("a", "t")
         assert decode.settled("b").failure == ""
         source.freed("a")
-        names = {"kvferry.fetch", "kvferry.try", "kvferry.prefill", "kvferry.send", "kvferry.receive", "kvferry.write"}
+        names = {"kvferry.fetch", "kvferry.try", "kvferry.prefill", "kvferry.send", "kvferry.receive", "kvferry.gather"}
         spans = collector.until(TRACE, [*names, "kvferry.queue", "kvferry.queue", "kvferry.send"])
         decode.close()
         source.close()

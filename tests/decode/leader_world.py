@@ -97,6 +97,7 @@ class Peer:
         self.takes_early_room = False
         self.cut = Cut(plan=PLAN, largest_piece_bytes=0)
         self.early_plans: dict[str, ChunkPlan | None] = {}
+        self.start_tokens: dict[str, int] = {}
         self.rooms: dict[str, asyncio.Future[pb.PrefillRoom] | None] = {}
         self.outstanding_tokens = 0
         self.others_tokens: int | None = None
@@ -112,6 +113,7 @@ class Peer:
     def prefill(self, request_id: str, token_ids: tuple[int, ...], **values: Any) -> AsyncIterator[pb.PrefillEvent]:
         assert self.instance is not None
         self.rooms[request_id], self.early_plans[request_id] = values["room"], values["early_room_plan"]
+        self.start_tokens[request_id] = values["start_token"]
         call = self.calls[request_id] = Call(token_ids, first_token_of(self.instance.incarnation))
         return call.run()
 
@@ -180,6 +182,7 @@ class World:
             max_running=max_running,
             on_freed=lambda: self.transfers.room_changed(),
         )
+        self.tiers = Tiers(self.admission)
         self.now_s = 0.0  # of the breakers
         self.num_lives = 0  # beyond the first ones
         breakers = [Breaker(BREAKER, lambda: self.now_s) for _ in range(2)]
@@ -200,7 +203,7 @@ class World:
         self.reserving: dict[str, asyncio.Task[int | None]] = {}
         self.peers = Peers(self.peer, self.other)
         self.leader = DecodeRequests(
-            tiers=Tiers(self.admission),
+            tiers=self.tiers,
             peers=self.peers,
             text=cast(TextCodec, Text()),
             own=instance(DECODE_LIFE, tp_size=NUM_RANKS),

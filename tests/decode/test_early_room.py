@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from decode_node.offload.tiers import PlaceRequest
 from decode_node.rank_messages import ExpectRequest
 from tests.decode.leader_world import NUM_RANKS, PAGE_SIZE, PLAN, POOL_PAGES, World, turns
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from transfer.connector import incoming as incoming_module
 from transfer.connector.incoming import EARLY_ROOM_S, EARLY_ROOM_TOKENS
-from transfer.errors import PeerUnreachable, TransferAborted
+from transfer.errors import PeerUnreachable, ResourceExhausted, TransferAborted
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import chunk_plan_to_proto
 
 WHOLE = POOL_PAGES * PAGE_SIZE
 
 
-def early(*, prefill_retries: int = 0) -> World:
-    world = World(prefill_retries=prefill_retries)
+def early(**limits: Any) -> World:
+    world = World(**limits)
     for peer in (world.peer, world.other):
         peer.takes_room = peer.takes_early_room = True
     return world
@@ -167,3 +170,65 @@ def test_room_of_a_prompt_that_waits_at_its_node_goes_to_one_that_lacks_room(
         await world.close()
 
     run_in_virtual_time(main, monkeypatch, incoming_module)
+
+
+def test_queue_timeout_also_ends_a_prompt_with_early_room_that_its_node_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(loop: VirtualTimeLoop) -> None:
+        world = early(queue_timeout_s=5.0)
+        await world.submitted("idle")
+        await world.submitted("begun")
+        for name in ("idle", "begun"):
+            for rank in range(NUM_RANKS):
+                world.expected(rank, name)
+        await asyncio.sleep(3.0)
+        started(world, "begun")
+        await asyncio.sleep(3.0)
+        idle, begun = world.accepted
+        assert isinstance(idle.failure, ResourceExhausted) and begun.failure is None
+        assert str(idle.failure) == "its prefill node has not begun it within 5 s (limits.queue_timeout_s)"
+        assert begun.queue_left_s == 2.0, "the wait with early room is a part of the time in the queue"
+        await world.close()
+
+    run_in_virtual_time(main, monkeypatch, incoming_module)
+
+
+@pytest.mark.parametrize("is_other_joined", [False, True])
+def test_a_prompt_that_only_a_draining_node_has_keeps_its_early_room(
+    monkeypatch: pytest.MonkeyPatch, is_other_joined: bool
+) -> None:
+    async def main(loop: VirtualTimeLoop) -> None:
+        world = early()
+        await world.submitted("idle", num_tokens=WHOLE - 1, new=1)
+        for rank in range(NUM_RANKS):
+            world.expected(rank, "idle")
+        await world.submitted("second", num_tokens=WHOLE - 1, new=1)
+        wanted = pb.PrefillRoomWanted(chunk_plan=chunk_plan_to_proto(PLAN))
+        world.call("second").events.put_nowait(pb.PrefillEvent(room_wanted=wanted))
+        await turns()
+        world.peer.state = "draining"
+        world.other.state = "joined" if is_other_joined else "draining"
+        await asyncio.sleep(3 * EARLY_ROOM_S)
+        assert world.cancelled() == (["idle"] if is_other_joined else []) and world.accepted[0].failure is None
+        await world.close()
+
+    run_in_virtual_time(main, monkeypatch, incoming_module)
+
+
+async def test_the_request_has_the_start_token_by_which_its_plan_was_chosen(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cached prefix moves the start when room is taken. The prefill node learns it with the room, as without early room."""
+    tiers = world.tiers
+    place = tiers.place
+
+    def placed(wanted: PlaceRequest) -> Any:
+        found = place(wanted)
+        return found and replace(found, start_token=2)
+
+    monkeypatch.setattr(tiers, "place", placed)
+    await world.submitted("a", num_tokens=4, new=1)
+    for rank in range(NUM_RANKS):
+        world.expected(rank, "a")
+    await turns()
+    assert world.peer.start_tokens == {"a": 0} and room(world, "a").result() == pb.PrefillRoom(start_token=2)
+    await finish(world, "a")

@@ -166,8 +166,8 @@ async def test_early_room_for_another_plan_is_refused(leader: Leader) -> None:
     early.CopyFrom(REQUEST)
     early.request.early_room_plan.chunk_tokens = 7
     await caller.send(early)
-    assert caller.error is not None and caller.error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "early_room_plan has chunks of 7 tokens" in str(caller.error.details())
+    assert caller.error is not None and caller.error.code() is grpc.StatusCode.UNAVAILABLE, "the next attempt asks for room"
+    assert "early_room_plan has chunk_tokens 7, layers_per_group 0 and token_layers 0" in str(caller.error.details())
     assert not leader.requests.request_ids
 
 

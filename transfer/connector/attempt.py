@@ -129,7 +129,7 @@ class Attempt(Generic[PromptT]):
     unsent: asyncio.TimerHandle | asyncio.Task[None] | None = None  # ends its wait for a peer
     call: asyncio.Task[None] | None = None  # the call to the prefill node
     is_asked: bool = False  # the prefill node has the prompt, or is about to have it
-    is_started: bool = False  # the prefill node has begun it
+    early_room_s: float | None = None  # when it got early room; None also once the prefill node has begun it
     has_asked: bool = False  # the prefill node has asked for room
     stage: AttemptStage = AttemptStage.WAITING
     failure: TransferError | None = None

@@ -508,6 +508,8 @@ class IncomingTransfers(Generic[PromptT]):
             attempt.stage = AttemptStage.GONE
             del self._attempts[attempt.transfer_id]
         else:
+            if attempt.early_room_s is not None:
+                self._end_early_room(attempt)
             attempt.stage = AttemptStage.LEAVING
             self._answer_reserve(attempt, str(error))
             if attempt.holding:
@@ -525,12 +527,20 @@ class IncomingTransfers(Generic[PromptT]):
             attempt.prompt.span.record("kvferry.queue", begun_s=attempt.begun_s, ended_s=time.monotonic(), error=error)
 
     def _queue_left_s(self, attempt: Attempt[PromptT]) -> float:
-        waits_s = time.monotonic() - attempt.begun_s if attempt.stage is AttemptStage.WAITING else 0.0
+        since_s = attempt.begun_s if attempt.stage is AttemptStage.WAITING else attempt.early_room_s
+        waits_s = 0.0 if since_s is None else time.monotonic() - since_s
         return attempt.prompt.queue_left_s - waits_s
 
+    def _end_early_room(self, attempt: Attempt[PromptT]) -> None:
+        """Charge the wait with early room to the prompt's queue time, because the attempt has begun or ended."""
+        attempt.prompt.queue_left_s = self._queue_left_s(attempt)
+        attempt.early_room_s = None
+
     def _expire(self, attempt: Attempt[PromptT]) -> None:
-        if attempt.stage is AttemptStage.WAITING:
-            reason = f"no room within {attempt.prompt.queue_timeout_s:g} s (limits.queue_timeout_s)"
+        is_waiting = attempt.stage is AttemptStage.WAITING
+        if is_waiting or attempt.early_room_s is not None:
+            what = "no room" if is_waiting else "its prefill node has not begun it"
+            reason = f"{what} within {attempt.prompt.queue_timeout_s:g} s (limits.queue_timeout_s)"
             self.give_up(attempt.prompt, ResourceExhausted(reason))
 
     def _judge(self, attempt: Attempt[PromptT], verdict: Verdict, reason: str = "") -> None:
@@ -550,6 +560,7 @@ class IncomingTransfers(Generic[PromptT]):
             await self._scheduler.prepare(attempt)
             attempt.is_asked = True
             room = asyncio.get_running_loop().create_future() if peer.takes_room else None
+            start_token = attempt.start_token  # early room can move it; the plan follows from this one
             early_room_plan = await self._early_room(attempt, peer)
             if early_room_plan is not None and room is not None:
                 self._run(attempt, self._send_early_room(attempt, room))
@@ -558,7 +569,7 @@ class IncomingTransfers(Generic[PromptT]):
                 prompt.token_ids,
                 decode_incarnation=self._own.incarnation,
                 sampling=prompt.sampling,
-                start_token=attempt.start_token,
+                start_token=start_token,
                 engine_request=prompt.engine_request,
                 cache_salt=prompt.cache_salt,
                 traceparent=attempt.traceparent,
@@ -576,7 +587,8 @@ class IncomingTransfers(Generic[PromptT]):
                                 f"{peer.address} wants room twice, or in a call that has another way to ask for it"
                             )
                         case "started":
-                            attempt.is_started = True
+                            if attempt.early_room_s is not None:
+                                self._end_early_room(attempt)
                         case "first_token":
                             attempt.first_token = event.first_token.token_id
                         case "note":
@@ -676,7 +688,10 @@ class IncomingTransfers(Generic[PromptT]):
         if other_tokens > EARLY_ROOM_TOKENS or self._lacks_room():
             return None
         plan = cut.plan_of(len(prompt.token_ids), attempt.start_token)
-        return plan if await self._take_room(attempt, plan) else None
+        if not await self._take_room(attempt, plan):
+            return None
+        attempt.early_room_s = time.monotonic()
+        return plan
 
     async def _send_early_room(self, attempt: Attempt[PromptT], room: asyncio.Future[pb.PrefillRoom]) -> None:
         """Send an attempt's room to its prefill node, which has not asked for it, once every rank expects the KV."""
@@ -690,10 +705,14 @@ class IncomingTransfers(Generic[PromptT]):
             room.set_result(pb.PrefillRoom(start_token=self._late_start(attempt, attempt.start_token)))
 
     def _release_early_room(self, attempt: Attempt[PromptT]) -> None:
-        """Begin another attempt without early room, if the prefill node has not begun this one, and others lack room."""
-        if attempt.stage is not AttemptStage.RECEIVING or attempt.is_started:
+        """Begin another attempt without early room, if the prefill node has not begun this one, and others lack room.
+
+        A prompt that only a draining node has keeps its room, because no node would take it again.
+        """
+        if attempt.early_room_s is None:
             return
-        if self._lacks_room():
+        if self._lacks_room() and self._peers.pick() is not None:
+            log.info("early_room_released", request_id=attempt.transfer_id)
             self.fail(attempt, Preempted("its prefill node has not begun it, and others need its room here"))
         else:
             asyncio.get_running_loop().call_later(EARLY_ROOM_S, self._release_early_room, attempt)

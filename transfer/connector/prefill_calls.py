@@ -28,6 +28,7 @@ from transfer.errors import (
     ResourceExhausted,
     TransferAborted,
     TransferError,
+    TransportError,
 )
 from transfer.log_rate_limiter import LogRateLimiter
 from transfer.metrics import NodeMetrics
@@ -257,9 +258,11 @@ class PrefillCalls:
         plan = join.plan_of(len(token_ids), request.start_token)
         if request.HasField("early_room_plan") and request.early_room_plan != chunk_plan_to_proto(plan):
             told = request.early_room_plan
-            raise ConfigError(
-                f"early_room_plan has chunks of {told.chunk_tokens} tokens and {told.layers_per_group} layers; this prompt has "
-                f"{plan.chunk_tokens} and {plan.layers_per_group}"
+            # An error that the decode side retries, because its next attempt asks for room.
+            raise TransportError(
+                f"early_room_plan has chunk_tokens {told.chunk_tokens}, layers_per_group {told.layers_per_group} and "
+                f"token_layers {told.token_layers}; this prompt has {plan.chunk_tokens}, {plan.layers_per_group} and "
+                f"{plan.token_layers}"
             )
         check_num_pieces(
             plan,
