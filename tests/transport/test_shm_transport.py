@@ -177,6 +177,14 @@ def memfd(num_bytes: int, seals: int) -> int:
     return fd
 
 
+def memfd_in_huge_pages() -> int:
+    """It needs no huge page until a page of it is touched."""
+    fd = os.memfd_create("hostile", os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
+    os.ftruncate(fd, 2 << 20)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    return fd
+
+
 def opened_pipe() -> int:
     return os.pipe()[0]
 
@@ -191,7 +199,8 @@ def opened_file() -> int:
         (opened_pipe, "is not the memory that its answer names"),
         (lambda: os.open("/dev/null", os.O_RDWR), "is not the memory that its answer names"),
         (lambda: os.open("/", os.O_RDONLY), "is not the memory that its answer names"),
-        (opened_file, "is no memory of a fixed size"),
+        (opened_file, "is no memory, or memory in huge pages"),
+        (memfd_in_huge_pages, "is no memory, or memory in huge pages"),
         (lambda: memfd(SIZE, 0), "is no memory of a fixed size"),
         (lambda: memfd(SIZE, fcntl.F_SEAL_GROW), "is no memory of a fixed size"),
         (lambda: memfd(SIZE - 1, SEALS), f"has {SIZE - 1} bytes; its answer offers bytes up to {SIZE}"),

@@ -102,6 +102,19 @@ def populate(mapped: Any) -> None:
     _libc.madvise(ctypes.addressof(mapped), ctypes.sizeof(mapped), _POPULATE_WRITE)
 
 
+def is_memfd(file: os.stat_result) -> bool:
+    """Return whether a file lies where the kernel keeps files made by memfd_create, other than those in huge pages.
+
+    There, a store into a page that was freed gets a new page. In a file in huge pages, or on a file system with a limited size,
+    a peer can free pages and use up the rest. Then the store kills the process that makes it.
+    """
+    fd = _open_memfd()
+    try:
+        return os.fstat(fd).st_dev == file.st_dev
+    finally:
+        os.close(fd)
+
+
 def _open_memfd() -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:

@@ -7,7 +7,7 @@ The target cannot revoke a mapping. So after the target's `close()`, `Session.is
 the ring, or when its process is gone (`liveness`). The writer unmaps it when the last gather into it has ended. Until then the
 memory stays registered and alive at the target.
 
-A writer checks the file that a target names: a file of another size or kind, or one whose size can change, is rejected.
+A writer checks the file that a target names: a file of another size or kind, or one whose size or pages can go, is rejected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transfer.transport.mapped_session import WriterSession
 from transfer.transport.mapped_transport import MappedTransport
 from transfer.transport.registered_memory import DeviceBuffer, HostMemory, memory_of
 from transfer.transport.sessions import PeerTransport
-from transfer.transport.shared_memory import map_shared, populate, region_of
+from transfer.transport.shared_memory import is_memfd, map_shared, populate, region_of
 from transfer.transport.shm_blob import NAME, ShmAnswer
 from transfer.transport.waiting_thread import WaitingThread
 
@@ -167,6 +167,8 @@ def _open_file(answered: ShmAnswer) -> int:
         found = os.fstat(place)
         if not stat.S_ISREG(found.st_mode) or found.st_ino != answered.inode:
             raise ConfigError(f"{what} is not the memory that its answer names")
+        if not is_memfd(found):
+            raise ConfigError(f"{what} is no memory, or memory in huge pages")
         fd = os.open(f"/proc/self/fd/{place}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise PeerUnreachable(f"{what} cannot be opened for writing ({error.strerror})") from error
