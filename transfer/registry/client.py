@@ -215,13 +215,10 @@ class SessionWatch:
                     idle_heartbeat_s=idle_s,
                     wants_probe_turn=self._turn is not None and not self._turn.done(),
                 )
+                now_s = self._loop.time()
                 await self._call.write(heartbeat)
-                self._heartbeats.on_sent(idle_s)
+                self._heartbeats.on_sent(idle_s, now_s)
                 await self._wake.wait()
-                if self._timer.is_late(self._heartbeats):
-                    # This process was stopped or busy, and the call may be over. A heartbeat that gRPC cannot send then would
-                    # stand in for the reason of the end ("Internal error from Core"), unless the loop hears of the end first.
-                    await asyncio.sleep(self._heartbeats.tick_s)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the call is over, and the reader hears why
         except Exception as error:

@@ -33,11 +33,11 @@ def checked_idle_heartbeat_s(stated_s: float) -> float:
 
 
 class HeartbeatWatch:
-    """Count the owner's ticks since the last heartbeat, and since the last one that the owner sent.
+    """Count the owner's ticks since the last heartbeat of the peer, and the seconds since the last one that the owner sent.
 
-    Ticks, not seconds: an owner that was stopped or busy has ticked only once when it goes on. So it reads the heartbeats that
-    arrived meanwhile before it declares the peer dead. With `TICKS_PER_HEARTBEAT` ticks in a heartbeat, a dead peer is detected
-    after 3 to 3.5 heartbeats.
+    An owner that was stopped or busy has ticked only once when it goes on. So it reads the heartbeats that arrived meanwhile
+    before it declares the peer dead. With `TICKS_PER_HEARTBEAT` ticks in a heartbeat, a dead peer is detected after 3 to 3.5
+    heartbeats. The peer counts ticks of its own, so what the owner must send depends on seconds.
 
     Each end of a session states an interval in each heartbeat: 0 while a request is in flight, otherwise the interval that
     suffices. Both ends apply the same rule to the last value of each end: `heartbeat_s` if either is 0, otherwise the largest.
@@ -57,7 +57,7 @@ class HeartbeatWatch:
         """The interval that the peer stated last."""
         self._silent_ticks = 0
         self._excused_ticks = 0  # of them, those before the interval was shortened
-        self._unsent_ticks = 0
+        self._sent_s = -math.inf
 
     @property
     def tick_s(self) -> float:
@@ -74,21 +74,20 @@ class HeartbeatWatch:
         """Seconds between heartbeats, in both directions."""
         return self.heartbeat_s if self.is_in_use else max(self.heartbeat_s, self.own_idle_s, self.peer_idle_s)
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the owner must send a heartbeat now."""
-        return self._unsent_ticks >= math.floor(self.interval_s / self.tick_s)
+    def is_due(self, now_s: float) -> bool:
+        """Return whether the owner must send a heartbeat at this tick: the interval ends nearer to it than to the next."""
+        return now_s - self._sent_s >= self.interval_s - self.tick_s / 2
 
     def on_heartbeat(self, idle_s: float = 0.0) -> None:
         """Record a heartbeat of the peer, and the interval that it states."""
         self.peer_idle_s = idle_s
         self._silent_ticks = self._excused_ticks = 0
 
-    def on_sent(self, idle_s: float) -> None:
-        """Record a heartbeat of this end, and the interval that it states."""
+    def on_sent(self, idle_s: float, now_s: float) -> None:
+        """Record a heartbeat of this end, the interval that it states, and the time at which it was written."""
         before_s = self.interval_s
         self.own_idle_s = idle_s
-        self._unsent_ticks = 0
+        self._sent_s = now_s
         if self.interval_s < before_s:
             self._excused_ticks = self._silent_ticks
         elif self.interval_s > before_s:
@@ -97,7 +96,6 @@ class HeartbeatWatch:
     def tick(self) -> bool:
         """Count a tick. Return whether the peer has missed its heartbeats."""
         self._silent_ticks += 1
-        self._unsent_ticks += 1
         return self._silent_ticks - self._excused_ticks > MISSED_HEARTBEATS * self.interval_s / self.tick_s
 
     def describe(self) -> str:

@@ -432,8 +432,9 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
             while not session.is_lost:
                 session.changed.clear()
                 idle_s = self._timer.stated_idle_s(session.heartbeats)
+                now_s = loop.time()
                 await context.write(self._newest_ack(idle_s, may_probe=session.may_probe))
-                session.heartbeats.watch.on_sent(idle_s)
+                session.heartbeats.watch.on_sent(idle_s, now_s)
                 self.num_acks += 1
                 paid_until_s = max(paid_until_s, loop.time()) + ACK_INTERVAL_S
                 await session.changed.wait()
