@@ -5,13 +5,16 @@ So a join whose plan has smaller pieces makes more slots of the same memory. A p
 place, it belongs to the session of that place, and only pieces of this session share it. So a session that releases nothing holds
 its own slots only. Free memory is not fragmented: each free slot has room for any piece.
 
+A session that waits for its peer can hold thousands of slots. So the arena sorts the slots of each session that have room by that
+room. Full slots are not listed.
+
 If the size of slots changes, the places stay where they are. A new slot is used when the places of other sessions that reach into
 it are released.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -39,19 +42,24 @@ class _Slot:
     end: int
     places: list[_Place] = field(default_factory=list)  # that reach into the slot, in ascending order
     has_released: bool = False  # since it was free
+    room: int = 0  # size of the largest gap that the slot is listed with; 0 if it is not listed
 
-    def is_of(self, session: int) -> bool:
-        """Return whether all places are of the session."""
-        return all(place.session == session for place in self.places)
+    def largest_gap(self) -> int:
+        """Return the size of the largest gap; 0 if the slot is free, full, or has places of several sessions."""
+        if not self.places or any(place.session != self.places[0].session for place in self.places):
+            return 0
+        begins = [self.begin, *(aligned(place.end) for place in self.places)]
+        ends = [*(place.begin for place in self.places), self.end]
+        return max(0, *(end - begin for begin, end in zip(begins, ends, strict=True)))
 
-    def first_gap(self, num_bytes: int) -> int | None:
-        """Return the begin of the first free bytes of that size, or None."""
+    def first_gap(self, num_bytes: int) -> int:
+        """Return the begin of the first gap of that size. `room` is not smaller."""
         begin = self.begin
         for place in self.places:
             if begin + num_bytes <= place.begin:
-                return begin
+                break
             begin = aligned(place.end)
-        return begin if begin + num_bytes <= self.end else None
+        return begin
 
 
 class StagingArena:
@@ -92,11 +100,14 @@ class StagingArena:
             return
         self._slot_bytes = size
         self._slots = [_Slot(number * size, (number + 1) * size) for number in range(self.num_bytes // size)]
-        self._slots_of: dict[int, dict[int, None]] = {}  # by session: the numbers of slots that its places reach into
         for place in self._places.values():
             for number in self._reach(place):
-                self._enter(number, place)
+                insort(self._slots[number].places, place)
         self._free = [number for number, slot in enumerate(self._slots) if not slot.places]  # a heap
+        # By session and `has_released`: room and number of the slots with room whose places are all of the session.
+        self._rooms: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+        for number in range(len(self._slots)):
+            self._enlist(number)
 
     def take(self, session: int, num_bytes: int, *, may_open: bool, may_refill: bool) -> int | None:
         """Take a place of `num_bytes`, at most `slot_bytes`. Return its begin, or None if there is no room now.
@@ -112,25 +123,25 @@ class StagingArena:
             place = self._places[begin] = _Place(begin, begin + num_bytes, session)
             self._num_of[session] += 1
             for number in self._reach(place):
-                self._enter(number, place)
+                self._strike(number)
+                insort(self._slots[number].places, place)
+                self._enlist(number)
         return begin
 
     def release(self, begin: int) -> None:
         """Release the place at `begin`."""
         place = self._places.pop(begin)
-        session = place.session
         for number in self._reach(place):
+            self._strike(number)
             slot = self._slots[number]
             slot.places.remove(place)
             slot.has_released = bool(slot.places)
             if not slot.places:
                 heappush(self._free, number)
-            if not any(other.session == session for other in slot.places):
-                del self._slots_of[session][number]
-        self._num_of[session] -= 1
-        if not self._num_of[session]:
-            del self._num_of[session]
-            self._slots_of.pop(session, None)
+            self._enlist(number)
+        self._num_of[place.session] -= 1
+        if not self._num_of[place.session]:
+            del self._num_of[place.session]
 
     def has_one(self, session: int) -> bool:
         """Return whether the session has a place."""
@@ -152,15 +163,17 @@ class StagingArena:
             raise LocalProtocolError("invariant broken: staging slots and the places that reach into them differ")
         if sorted(self._free) != [number for number, places in enumerate(found) if not places]:
             raise LocalProtocolError(f"invariant broken: staging slots {sorted(self._free)} are not those without a place")
+        rooms = sorted((slot.largest_gap(), number) for number, slot in enumerate(self._slots) if slot.largest_gap())
+        if rooms != sorted(room for listed in self._rooms.values() for room in listed):
+            raise LocalProtocolError(f"invariant broken: the staging slots with room are {rooms}; {self._rooms} are listed")
 
     def _gap_of(self, session: int, num_bytes: int, *, may_refill: bool) -> int | None:
-        """Return the begin of the first room in the session's own slots."""
-        for number in self._slots_of.get(session, ()):
-            slot = self._slots[number]
-            if slot.is_of(session) and (may_refill or not slot.has_released):
-                begin = slot.first_gap(num_bytes)
-                if begin is not None:
-                    return begin
+        """Return the begin of room in one of the session's own slots, the fullest one that has it."""
+        for has_released in (False, True)[: 1 + may_refill]:
+            rooms = self._rooms.get((session, has_released), ())
+            at = bisect_left(rooms, (num_bytes, 0))
+            if at < len(rooms):
+                return self._slots[rooms[at][1]].first_gap(num_bytes)
         return None
 
     def _reach(self, place: _Place) -> Iterator[int]:
@@ -168,6 +181,18 @@ class StagingArena:
         first, last = place.begin // self._slot_bytes, (place.end - 1) // self._slot_bytes
         return iter(range(first, min(last + 1, len(self._slots))))
 
-    def _enter(self, number: int, place: _Place) -> None:
-        insort(self._slots[number].places, place)
-        self._slots_of.setdefault(place.session, {})[number] = None
+    def _strike(self, number: int) -> None:
+        """Remove a slot that is about to change from the slots with room."""
+        slot = self._slots[number]
+        if slot.room:
+            rooms = self._rooms[slot.places[0].session, slot.has_released]
+            del rooms[bisect_left(rooms, (slot.room, number))]
+            if not rooms:
+                del self._rooms[slot.places[0].session, slot.has_released]
+
+    def _enlist(self, number: int) -> None:
+        """Add a slot that was changed to the slots with room."""
+        slot = self._slots[number]
+        slot.room = slot.largest_gap()
+        if slot.room:
+            insort(self._rooms.setdefault((slot.places[0].session, slot.has_released), []), (slot.room, number))
