@@ -96,17 +96,26 @@ def test_a_slot_is_no_larger_than_the_memory() -> None:
     assert (arena.num_slots, arena.slot_bytes, take(arena, 1, 5000)) == (1, 5000, 0)
 
 
-def test_places_that_overlap_or_leave_the_memory_are_noticed() -> None:
-    """A piece larger than a slot was taken in."""
-    arena = StagingArena(8192, 4096)
-    assert [take(arena, session, 4096) for session in (1, 2)] == [0, 4096]
-    release(arena, 0)
-    with pytest.raises(LocalProtocolError, match="overlaps another"):
-        take(arena, 3, 6000)
+def test_a_piece_larger_than_a_slot_is_an_error() -> None:
+    """It got a place over the next slot, and overwrote the piece of another session."""
+    arena = StagingArena(12288, 4096)
+    with pytest.raises(LocalProtocolError, match="a piece has 4097 bytes; a staging slot has 4096"):
+        take(arena, 1, 4097)
+    assert not arena.has_one(1) and arena.num_free == 3
+
+
+def test_places_that_overlap_or_leave_the_memory_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = StagingArena(8192, 8192)
+    take(arena, 1, 4096)
+    with monkeypatch.context() as broken:
+        broken.setattr(staging_arena, "aligned", lambda end: end - 1)
+        with pytest.raises(LocalProtocolError, match="overlaps another"):
+            take(arena, 1, 4096)
     arena = StagingArena(8192, 4096)
     take(arena, 1, 4096)
-    with pytest.raises(LocalProtocolError, match="leaves 8192 bytes"):
-        take(arena, 2, 6000)
+    arena.num_bytes = 4095
+    with pytest.raises(LocalProtocolError, match="leaves 4095 bytes"):
+        arena.check_invariants()
 
 
 def test_slots_that_do_not_know_their_places_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,8 @@ class StagingArena:
             may_open: Whether the piece may take a free slot.
             may_refill: Whether the piece may take a place in a slot of the session from which pieces were released already.
         """
+        if num_bytes > self._slot_bytes:
+            raise LocalProtocolError(f"a piece has {num_bytes} bytes; a staging slot has {self._slot_bytes}")
         begin = self._gap_of(session, num_bytes, may_refill=may_refill)
         if begin is None and may_open and self._free:
             begin = self._slots[heappop(self._free)].begin
