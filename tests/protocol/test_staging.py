@@ -96,6 +96,32 @@ def test_a_slot_is_no_larger_than_the_memory() -> None:
     assert (arena.num_slots, arena.slot_bytes, take(arena, 1, 5000)) == (1, 5000, 0)
 
 
+def test_a_slot_drains_across_a_change_of_the_size_of_slots() -> None:
+    """Each join changed the size, and the draining slot took pieces again: the session that waits for it waited on."""
+    arena = StagingArena(96 * KIB, 32 * KIB)
+    assert [take(arena, 1, 4 * KIB) for _ in range(10)] == [4 * KIB * number for number in range(10)]
+    release(arena, 0)
+    for size in (16 * KIB, 8 * KIB, 32 * KIB):
+        arena.divide(size)
+        arena.check_invariants()
+    assert take(arena, 1, 4 * KIB, may_open=False, may_refill=False) == 40 * KIB, "nothing was released from the second slot"
+    release(arena, *(4 * KIB * number for number in range(1, 8)))
+    assert take(arena, 1, 28 * KIB) == 0, "the first slot is free, so it can be filled again"
+    arena.divide(16 * KIB)
+    arena.divide(32 * KIB)
+    assert take(arena, 1, 4 * KIB, may_open=False, may_refill=False) == 28 * KIB
+
+
+def test_a_slot_drains_whose_place_was_behind_the_last_slot_for_a_time() -> None:
+    arena = StagingArena(96 * KIB, 32 * KIB)
+    assert [take(arena, session, size * KIB) for session, size in ((1, 32), (2, 32), (3, 4), (3, 4))] == [0, 32768, 65536, 69632]
+    release(arena, 64 * KIB)
+    arena.divide(64 * KIB)
+    arena.divide(32 * KIB)
+    assert take(arena, 3, 4 * KIB, may_refill=False) is None
+    assert take(arena, 3, 4 * KIB) == 64 * KIB
+
+
 def test_a_piece_larger_than_a_slot_is_an_error() -> None:
     """It got a place over the next slot, and overwrote the piece of another session."""
     arena = StagingArena(12288, 4096)

@@ -77,6 +77,8 @@ class StagingArena:
         self.num_bytes = num_bytes
         self._places: dict[int, _Place] = {}  # by begin
         self._num_of: Counter[int] = Counter()  # places by session; no session has none
+        self._draining: set[int] = set()  # begins of the places that lay in a slot with `has_released` at a `divide`
+        self._slots: list[_Slot] = []
         self._slot_bytes = 0
         self.divide(slot_bytes)
 
@@ -98,11 +100,13 @@ class StagingArena:
         size = min(aligned(slot_bytes), self.num_bytes)
         if size == self._slot_bytes:
             return
+        self._draining.update(place.begin for slot in self._slots if slot.has_released for place in slot.places)
         self._slot_bytes = size
         self._slots = [_Slot(number * size, (number + 1) * size) for number in range(self.num_bytes // size)]
         for place in self._places.values():
             for number in self._reach(place):
                 insort(self._slots[number].places, place)
+                self._slots[number].has_released |= place.begin in self._draining
         self._free = [number for number, slot in enumerate(self._slots) if not slot.places]  # a heap
         # By session and `has_released`: room and number of the slots with room whose places are all of the session.
         self._rooms: dict[tuple[int, bool], list[tuple[int, int]]] = {}
@@ -133,6 +137,7 @@ class StagingArena:
     def release(self, begin: int) -> None:
         """Release the place at `begin`."""
         place = self._places.pop(begin)
+        self._draining.discard(begin)
         for number in self._reach(place):
             self._strike(number)
             slot = self._slots[number]
