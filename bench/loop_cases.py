@@ -49,6 +49,7 @@ from transfer.ring import ALIGNMENT_BYTES, MAX_KEPT_RANGES, MAX_PUBLISHED_RANGES
 from transfer.send import events as source
 from transfer.send.events import SenderSettings
 from transfer.send.sender import Sender
+from transfer.transport.base import REGION_ALIGNMENT_BYTES
 
 DEADLINE_S = 120.0
 NUM_CANCELLED, NUM_LIVE_GRANTS = 64, 10_000
@@ -229,7 +230,7 @@ def collector_pause(watch: Watch, *, num_requests: int = 8, num_tokens: int = CO
     """
     machines = _nearly_whole(Watch(), num_requests, num_tokens)
     for rank in machines.senders:
-        rank.machine = Sender(SenderSettings(slot_bytes=1), incarnation=1)
+        rank.machine = Sender(SenderSettings(slot_bytes=REGION_ALIGNMENT_BYTES), incarnation=1)
     forget_plans()
     gc.collect()
     watch.turn("full collection", gc.collect, with_gc=True)

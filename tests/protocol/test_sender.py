@@ -446,6 +446,7 @@ def test_the_owner_is_told_when_it_breaks_a_rule() -> None:
     [
         ({"num_slots": 0}, "num_slots is 0; it must be at least 1"),
         ({"slot_bytes": 0}, "slot_bytes is 0; it must be at least 1"),
+        ({"slot_bytes": 3 * 2**20 + 100}, "slot_bytes is 3145828; it must be a multiple of 4096"),  # four made three slots
         ({"grants_ahead": 0}, r"grants_ahead is 0; it must be in \[1, 1024\]"),
         ({"grants_ahead": 1025}, "grants_ahead is 1025"),
         ({"repeat_after_s": 0.0}, "repeat_after_s is 0 s; it must be above 0"),
@@ -454,7 +455,7 @@ def test_the_owner_is_told_when_it_breaks_a_rule() -> None:
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        tx.SenderSettings(**{"slot_bytes": 1, **settings})  # type: ignore[arg-type]
+        tx.SenderSettings(**{"slot_bytes": SLOT, **settings})  # type: ignore[arg-type]
 
 
 def test_a_failed_request_has_nothing_left_to_ask_for() -> None:

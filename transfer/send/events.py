@@ -16,6 +16,7 @@ from transfer.session_events import MessageArrived as MessageArrived
 from transfer.session_events import MessageDropped as MessageDropped
 from transfer.session_events import Send as Send
 from transfer.session_events import Tick as Tick
+from transfer.transport.base import REGION_ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class SenderSettings:
     Args:
         num_slots: Fewest slots of the staging memory, which has `num_slots` x `slot_bytes` bytes. Smaller pieces make more slots
             of it. Pieces of direct sessions need none.
-        slot_bytes: Most bytes of a staged piece.
+        slot_bytes: Most bytes of a staged piece, a multiple of `REGION_ALIGNMENT_BYTES`.
         grants_ahead: Grants of a route that may be requested and not yet released. It limits how far one request can push others
             back in a ring, and is large enough that no round trip lies between two chunks.
         repeat_after_s: Seconds after which a message without an answer is repeated.
@@ -42,6 +43,8 @@ class SenderSettings:
         for name in ("num_slots", "slot_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.slot_bytes % REGION_ALIGNMENT_BYTES:
+            raise ConfigError(f"slot_bytes is {self.slot_bytes}; it must be a multiple of {REGION_ALIGNMENT_BYTES}")
         if not 1 <= self.grants_ahead <= MAX_CHUNKS_PER_MESSAGE:
             raise ConfigError(f"grants_ahead is {self.grants_ahead}; it must be in [1, {MAX_CHUNKS_PER_MESSAGE}]")
         for name, seconds in (("repeat_after_s", self.repeat_after_s), ("write_timeout_s", self.write_timeout_s)):
