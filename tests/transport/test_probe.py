@@ -122,11 +122,11 @@ class TimedLink:
         return True
 
 
-async def probe_timed(link: Any, plan: ProbePlan | None = None) -> LinkProbe:
+async def probe_timed(link: Any, plan: ProbePlan | None = None, deadline_s: float = 60.0) -> LinkProbe:
     driver = SessionDriver(asyncio.get_running_loop())
     driver.add(link)
     memory = memory_of(torch.zeros(4 << 20, dtype=torch.uint8))
-    found = await probe_link(driver, link, memory, plan=plan, clock=link.clock, deadline_s=60.0)
+    found = await probe_link(driver, link, memory, plan=plan, clock=link.clock, deadline_s=deadline_s)
     driver.remove(link)
     return found
 
@@ -147,6 +147,18 @@ async def test_each_receive_of_a_burst_is_written_or_declined_once(bytes_per_s: 
     num_lone = plan.warmup_rounds + plan.small_rounds + 1 + plan.bulk_rounds
     assert sorted(link.written + link.declined) == list(range(num_lone + max(num_bursts, 1) * plan.burst_writes))
     assert (len(link.written) > num_lone) is (num_bursts > 0)
+
+
+@pytest.mark.parametrize(("deadline_s", "writes_per_burst"), [(100.0, 4), (10.0, 2), (6.0, 0)])
+async def test_bursts_take_at_most_half_of_the_time_that_is_left(deadline_s: float, writes_per_burst: int) -> None:
+    """On a link of 8 MB/s and 30 ms, bursts of four writes took the probe over its deadline, and the attach failed."""
+    plan = ProbePlan.fitting(4 << 20)
+    link = TimedLink(latency_s=0.03, bytes_per_s=8e6, answer_s={plan.bulk_bytes: 0.03, plan.small_bytes: 0.03})
+    found = await probe_timed(link, plan, deadline_s)
+    assert len(link.written) == plan.warmup_rounds + plan.small_rounds + 1 + plan.bulk_rounds + 3 * writes_per_burst
+    num_bursts = plan.bulk_rounds if writes_per_burst else 1
+    assert len(link.written) + len(link.declined) == 45 + num_bursts * plan.burst_writes
+    assert found.bandwidth_bytes_per_s == pytest.approx(8e6, rel=0.06)
 
 
 async def test_a_target_without_bursts_gets_lone_writes_only() -> None:

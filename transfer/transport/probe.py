@@ -4,8 +4,9 @@ Both ends run their half at the same time with the same plan: `probe_link` on th
 two-sided transport, small writes go back and forth, and a small write answers each bulk write, so that the time includes the
 arrival. On a one-sided transport, the writer times the completion of its own writes, and the target does nothing. On a fast link
 a bulk write takes little more than the latency. 4 MiB occupy an NVLink for 11 us, and the writer sees their end after 42 us. Such
-a link is also measured with bursts of bulk writes, which pay the latency once. A two-sided target expects the most writes that a
-burst can have. The writer declines those that it does not send, and it declines a whole burst to end the probe.
+a link is also measured with bursts of bulk writes, which pay the latency once, if there is time for them. A two-sided target
+expects the most writes that a burst can have. The writer declines those that it does not send, and it declines a whole burst to end
+the probe.
 
 The probe uses keys from `FIRST_PROBE_KEY` in both directions; grants use keys below.
 """
@@ -31,6 +32,8 @@ _MAX_BURST_WRITES = 64
 _BURST_S = 4e-3
 """Minimum target duration of a burst. Its number of writes is the target divided by the time of a single write. The measured end
 of a burst is off by about 20 us: on a link of 400 GB/s a tenth of 16 writes of 4 MiB, a fortieth of 64."""
+_MAX_BURSTS_PART = 0.5
+"""Maximum part of the time that is left that bursts may take, if each of their writes takes as long as a lone one."""
 _BURST_BELOW = 20
 """Number of latencies. A bulk write that takes longer measures the bandwidth to 5 %, and so does a burst."""
 
@@ -127,10 +130,14 @@ class _Prober:
         self._clock = clock
         self._ends_at = time.monotonic() + deadline_s
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return max(self._ends_at - time.monotonic(), 0.0)
+
     async def settled(self, handle: Handle) -> None:
-        left_s = self._ends_at - time.monotonic()
         try:
-            await self._driver.wait(self._session, handle, deadline_s=max(left_s, 0.0))
+            await self._driver.wait(self._session, handle, deadline_s=self.left_s)
         except TransportTimeout:
             raise TransportTimeout(
                 f"probe of link {self._session.lane} did not end within {self._deadline_s} s; "
@@ -251,20 +258,27 @@ async def probe_link(
     # The answer to a bulk write is a small write, whose time does not count. It is at most half, if small writes were slow.
     bulk_s = whole_s if session.is_one_sided else max(whole_s - latency_s, whole_s / 2)
     bursts = steps[num_lone:]
-    if bursts and bulk_s < _BURST_BELOW * latency_s:
-        bulk_s = min(bulk_s, await _bulk_in_bursts_s(prober, bursts, lone_s=whole_s, latency_s=latency_s))
+    num_writes = _burst_writes(plan, prober.left_s, lone_s=whole_s, latency_s=latency_s) if bursts else 0
+    if num_writes and bulk_s < _BURST_BELOW * latency_s:
+        bulk_s = min(bulk_s, await _bulk_in_bursts_s(prober, bursts, num_writes, lone_s=whole_s))
     elif bursts:
         await prober.decline(bursts[0].keys)
     return LinkProbe(lane=session.lane, latency_s=latency_s, bandwidth_bytes_per_s=plan.bulk_bytes / bulk_s)
 
 
-async def _bulk_in_bursts_s(prober: _Prober, bursts: list[_Step], *, lone_s: float, latency_s: float) -> float:
+def _burst_writes(plan: ProbePlan, left_s: float, *, lone_s: float, latency_s: float) -> int:
+    """Return the bulk writes of each burst; 0 if there is no time for bursts of two."""
+    lone_s = max(lone_s, 1e-9)
+    wanted = max(_MIN_BURST_WRITES, int(max(_BURST_S, _BURST_BELOW * latency_s) / lone_s))
+    most = int(_MAX_BURSTS_PART * left_s / (plan.bulk_rounds * lone_s))
+    return min(wanted, plan.burst_writes, most) if most > 1 else 0
+
+
+async def _bulk_in_bursts_s(prober: _Prober, bursts: list[_Step], num_writes: int, *, lone_s: float) -> float:
     """Return the seconds that each further bulk write of a burst adds to a lone one."""
-    wanted = int(max(_BURST_S, _BURST_BELOW * latency_s) / max(lone_s, 1e-9))
-    writes = min(max(_MIN_BURST_WRITES, wanted), len(bursts[0].keys))
-    burst_s = min([await prober.send(burst, writes) for burst in bursts])
+    burst_s = min([await prober.send(burst, num_writes) for burst in bursts])
     # At least half of its share: a lone write that was slow by chance must not make the bandwidth infinite.
-    return max((burst_s - lone_s) / max(writes - 1, 1), 0.5 * burst_s / writes)
+    return max((burst_s - lone_s) / max(num_writes - 1, 1), 0.5 * burst_s / num_writes)
 
 
 async def serve_probe(
