@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -24,7 +25,9 @@ from transfer.instance import AttachRequest, AttachResponse
 from transfer.metrics import RankMetrics
 from transfer.pool.staging import StagingBuffer
 from transfer.rank_context import RankContext
+from transfer.registry import probe_turns
 from transfer.registry.client import SessionWatch, TransferControlClient
+from transfer.registry.probe_turns import MAX_PROBES
 from transfer.registry.server import TransferControlServicer, serve
 from transfer.ring import Watermark
 from transfer.send.attach import DecodeSessions
@@ -285,6 +288,56 @@ async def test_a_link_is_measured_in_its_turn_if_the_decode_rank_grants_turns(ca
         await one.sessions.open(instance(LIFE), (one.address,), join=1)
         assert one.turns == ([1] if capability == "probe_turns" else [])
         sender.on_closed(1, "the test is over")
+        await one.sessions.close_all("the test is over")
+
+
+async def test_a_decode_rank_without_a_free_turn_does_not_delay_the_links_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_turns, "MAX_WAIT_S", 600.0)
+    sender = Sender()
+    takes_turns = frozenset({"probe_turns"})
+    async with contextlib.AsyncExitStack() as stack:
+        one = await stack.enter_async_context(attaching(is_one_sided=True, sender=sender))
+        busy = await stack.enter_async_context(attaching(is_one_sided=True))
+        for rank, life in ((one, LIFE), (busy, LIFE + 1)):
+            rank.gate.set()
+            rank.answer["decode"] = instance(life, capabilities=takes_turns)
+        busy.target = InprocTransport(one.hub, one_sided=True)  # this writer can write to it, too
+        busy.ring = busy.target.register(busy.memory.tensor)
+        others: list[SessionWatch] = []
+        for number in range(1, MAX_PROBES + 1):
+            busy.answer["session_id"] = number + 100
+            client = TransferControlClient(busy.address)
+            stack.push_async_callback(client.close)
+            request = AttachRequest(
+                prefill=instance(50 + number),
+                prefill_rank=0,
+                offer=InprocTransport(one.hub, one_sided=True).offer_to(("inproc",)).blob,
+                chunk_plan=ChunkPlan(chunk_tokens=4),
+                probe_bytes=PROBE_BYTES,
+                control_key=new_key_pair().public,
+            )
+            answer = await client.attach(request, timeout_s=10.0)
+            others.append(
+                client.watch(
+                    answer.session_id,
+                    ring_capacity_bytes=RING_BYTES,
+                    heartbeat_s=HEARTBEAT_S,
+                    on_watermark=lambda _: None,
+                    on_lost=lambda _: None,
+                )
+            )
+            await others[-1].probe_turn()
+        busy.answer["session_id"] = 100
+        waiting = asyncio.ensure_future(one.sessions.open(busy.answer["decode"], (busy.address,), join=1))
+        await until(lambda: 100 in sender.opened)
+        async with asyncio.timeout(10.0):
+            await one.sessions.open(instance(LIFE), (one.address,), join=2)
+        assert not waiting.done()
+        for other in others:
+            other.close()
+        await waiting
+        for number in list(sender.opened):
+            sender.on_closed(number, "the test is over")
         await one.sessions.close_all("the test is over")
 
 

@@ -226,9 +226,9 @@ class DecodeSessions:
                 ring_capacity_bytes=answer.ring_capacity_bytes,
             )
             undo.pop_all()  # from now on the end of the session closes all its parts
+        if "probe_turns" in answer.decode.capabilities:
+            await watch.probe_turn()  # before the lock: links to other decode ranks must not wait for one that is busy
         async with self._probing:
-            if "probe_turns" in answer.decode.capabilities:
-                await watch.probe_turn()
             try:
                 probe = await probe_link(
                     self._sender.driver,
