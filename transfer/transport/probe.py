@@ -5,8 +5,8 @@ two-sided transport, small writes go back and forth, and a small write answers e
 arrival. On a one-sided transport, the writer times the completion of its own writes, and the target does nothing. On a fast link
 a bulk write takes little more than the latency. 4 MiB occupy an NVLink for 11 us, and the writer sees their end after 42 us. Such
 a link is also measured with bursts of bulk writes, which pay the latency once, if there is time for them. A two-sided target
-expects the most writes that a burst can have. The writer declines those that it does not send, and it declines a whole burst to end
-the probe.
+expects the most writes that a burst can have. The writer declines those that it does not send, and it declines a whole burst to
+end the probe.
 
 The probe uses keys from `FIRST_PROBE_KEY` in both directions; grants use keys below.
 """
