@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -185,6 +186,16 @@ def memfd_in_huge_pages() -> int:
     return fd
 
 
+def memfd_with_a_lease() -> int:
+    """For 45 s, or until its owner gives the lease up, a call that opens the file waits."""
+    made = memfd(SIZE, SEALS)
+    fd = os.open(f"/proc/self/fd/{made}", os.O_RDWR)  # leases are for files that were opened by a path
+    os.close(made)
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # by default the kernel asks the owner with a signal that ends it
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    return fd
+
+
 def opened_pipe() -> int:
     return os.pipe()[0]
 
@@ -205,6 +216,7 @@ def opened_file() -> int:
         (lambda: memfd(SIZE, fcntl.F_SEAL_GROW), "is no memory of a fixed size"),
         (lambda: memfd(SIZE - 1, SEALS), f"has {SIZE - 1} bytes; its answer offers bytes up to {SIZE}"),
         (lambda: memfd(SIZE, SEALS), f"has 0 allocated bytes; its answer offers bytes up to {SIZE}"),
+        (memfd_with_a_lease, r"cannot be opened for writing \(Resource temporarily unavailable\)"),
         (lambda: -1, r"cannot be opened \(No such file or directory\)"),
     ],
 )

@@ -169,7 +169,7 @@ def _open_file(answered: ShmAnswer) -> int:
             raise ConfigError(f"{what} is not the memory that its answer names")
         if not is_memfd(found):
             raise ConfigError(f"{what} is no memory, or memory in huge pages")
-        fd = os.open(f"/proc/self/fd/{place}", os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(f"/proc/self/fd/{place}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # no wait for a lease
     except OSError as error:
         raise PeerUnreachable(f"{what} cannot be opened for writing ({error.strerror})") from error
     finally:
