@@ -178,6 +178,13 @@ def memfd(num_bytes: int, seals: int) -> int:
     return fd
 
 
+def half_a_memfd(num_bytes: int) -> int:
+    """Only its second half has pages."""
+    fd = memfd(num_bytes, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    os.posix_fallocate(fd, num_bytes // 2, num_bytes // 2)
+    return fd
+
+
 def memfd_in_huge_pages() -> int:
     """It needs no huge page until a page of it is touched."""
     fd = os.memfd_create("hostile", os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
@@ -215,6 +222,7 @@ def opened_file() -> int:
         (lambda: memfd(SIZE, 0), "is no memory of a fixed size"),
         (lambda: memfd(SIZE, fcntl.F_SEAL_GROW), "is no memory of a fixed size"),
         (lambda: memfd(SIZE - 1, SEALS), f"has {SIZE - 1} bytes; its answer offers bytes up to {SIZE}"),
+        (lambda: half_a_memfd(2 * SIZE), f"has {2 * SIZE} bytes; its answer offers bytes up to {SIZE}"),
         (lambda: memfd(SIZE, SEALS), f"has 0 allocated bytes; its answer offers bytes up to {SIZE}"),
         (memfd_with_a_lease, r"cannot be opened for writing \(Resource temporarily unavailable\)"),
         (lambda: -1, r"cannot be opened \(No such file or directory\)"),

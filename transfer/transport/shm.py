@@ -155,7 +155,7 @@ def _open_file(answered: ShmAnswer) -> int:
 
     Raises:
         PeerUnreachable: The file is not there any more, or this process may not open it.
-        ConfigError: It is no memory, its size can change, or it is shorter than the answer says.
+        ConfigError: It is no memory, its size can change, or it has another size than the answer says.
     """
     pid, wanted_bytes = answered.place.line.identity.pid, answered.place.offset + answered.place.num_bytes
     what = f"descriptor {answered.fd} of peer process {pid}"
@@ -190,7 +190,7 @@ def _check_file(fd: int, what: str, wanted_bytes: int) -> None:
     if not seals & fcntl.F_SEAL_SHRINK:  # a store beyond the end of a file kills the process
         raise ConfigError(f"{what} is no memory of a fixed size")
     found = os.fstat(fd)
-    if found.st_size < wanted_bytes:
+    if found.st_size != wanted_bytes:  # `st_blocks` counts the pages of the whole file
         raise ConfigError(f"{what} has {found.st_size} bytes; its answer offers bytes up to {wanted_bytes}")
-    if found.st_blocks * 512 < wanted_bytes:  # this process would pay for the missing pages
+    if found.st_blocks * 512 < wanted_bytes:  # this process would allocate the missing ones, as those freed later
         raise ConfigError(f"{what} has {found.st_blocks * 512} allocated bytes; its answer offers bytes up to {wanted_bytes}")
