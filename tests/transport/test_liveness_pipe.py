@@ -28,6 +28,22 @@ def test_both_ends_in_one_process(tmp_path: Path) -> None:
     line.close()
 
 
+def test_a_signature_is_of_one_message_and_ends_nothing() -> None:
+    for message, is_signed in ((b"answer", True), (b"another answer", False)):
+        own = LivenessPipe()
+        line = PeerPipe(own.address)
+        own.sign(b"answer")
+        if is_signed:
+            line.check_signed(message)
+        else:
+            with pytest.raises(PeerUnreachable, match="did not write the answer"):
+                line.check_signed(message)
+        assert not line.has_left and not line.is_over
+        own.end()
+        assert line.is_over
+        line.close()
+
+
 @given(
     place=st.integers(0, 5),
     value=st.one_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import re
@@ -19,7 +20,8 @@ import torch
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed
 from transfer.pool.staging import StagingBuffer, zeroed_bytes
 from transfer.transport.base import ByteRange
-from transfer.transport.mapped_blob import Offered
+from transfer.transport.liveness import LivenessPipe
+from transfer.transport.mapped_blob import MappedPlace, Offered
 from transfer.transport.registered_memory import DeviceBuffer
 from transfer.transport.shared_memory import SEALS, region_of, shared_memory
 from transfer.transport.shm import ShmTransport
@@ -171,6 +173,15 @@ def test_memory_of_a_gpu_is_refused(pair: Pair) -> None:
         pair.writer_transport.register(buffer)
 
 
+def signed_answer(offer: Any, line: LivenessPipe, *, fd: int, inode: int) -> bytes:
+    """As a target writes it that names any file of its process."""
+    token = Offered.from_blob(offer.blob, transport="shm").token
+    place = MappedPlace(line=line.address, token=token, offset=0, num_bytes=SIZE)
+    answer = ShmAnswer(place=place, fd=fd, inode=inode).to_blob()
+    line.sign(answer)
+    return answer
+
+
 def memfd(num_bytes: int, seals: int) -> int:
     fd = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, num_bytes)
@@ -231,15 +242,17 @@ def opened_file() -> int:
 def test_a_file_that_is_no_ring_is_rejected_by_name(pair: Pair, open_fd: Any, reason: str) -> None:
     """A hostile target names any file of its process: nothing of it is changed, read or mapped."""
     offer = pair.writer_transport.offer()
-    _, blob = pair.target_transport.accept(offer.blob, pair.ring_memory)
-    good = ShmAnswer.from_blob(blob, token=Offered.from_blob(offer.blob, transport="shm").token)
     fd = open_fd()
-    hostile = replace(good, fd=fd, inode=os.fstat(fd).st_ino) if fd >= 0 else replace(good, fd=2**31 - 1)
+    named_fd, inode = (fd, os.fstat(fd).st_ino) if fd >= 0 else (2**31 - 1, 1)
+    line = LivenessPipe()
+    hostile = signed_answer(offer, line, fd=named_fd, inode=inode)
     before = num_descriptors()
-    with pytest.raises((ConfigError, PeerUnreachable), match=f"descriptor {hostile.fd} of peer process {os.getpid()} {reason}"):
-        offer.complete(hostile.to_blob())
+    with pytest.raises((ConfigError, PeerUnreachable), match=f"descriptor {named_fd} of peer process {os.getpid()} {reason}"):
+        offer.complete(hostile)
     assert num_descriptors() == before
-    offer.complete(good.to_blob()).close()
+    line.end()
+    _, good = pair.target_transport.accept(offer.blob, pair.ring_memory)
+    offer.complete(good).close()
     if fd >= 0:
         os.close(fd)
 
@@ -266,12 +279,35 @@ def test_the_inode_tells_a_descriptor_that_was_used_again(pair: Pair) -> None:
     other = torch.frombuffer(shared_memory(SIZE), dtype=torch.uint8)
     region = region_of(other.data_ptr(), SIZE)
     assert region is not None
-    offer = pair.writer_transport.offer()
-    _, blob = pair.target_transport.accept(offer.blob, pair.ring_memory)
-    good = ShmAnswer.from_blob(blob, token=Offered.from_blob(offer.blob, transport="shm").token)
+    offer, line = pair.writer_transport.offer(), LivenessPipe()
     with pytest.raises(ConfigError, match="is not the memory that its answer names"):
-        offer.complete(replace(good, fd=region.fd).to_blob())
+        offer.complete(signed_answer(offer, line, fd=region.fd, inode=region.inode + 1))
     offer.close()
+    line.end()
+
+
+def test_a_peer_cannot_name_memory_of_another_process(pair: Pair) -> None:
+    """A peer anywhere knows the writer's own process and pipe from the offer, and those of targets from their answers."""
+    region = region_of(pair.ring.tensor.data_ptr(), SIZE)
+    assert region is not None
+    offer = pair.writer_transport.offer()
+    offered = Offered.from_blob(offer.blob, transport="shm")
+    place = MappedPlace(line=offered.line, token=offered.token, offset=0, num_bytes=SIZE)
+    before = num_descriptors()
+    with pytest.raises(PeerUnreachable, match=f"process {os.getpid()} is gone, or did not write the answer that names it"):
+        offer.complete(ShmAnswer(place=place, fd=region.fd, inode=region.inode).to_blob())
+    assert num_descriptors() == before
+    other = shared_memory(SIZE)
+    other_region = region_of(ctypes.addressof(ctypes.c_char.from_buffer(other)), SIZE)
+    assert other_region is not None
+    target, answer = pair.target_transport.accept(offer.blob, pair.ring_memory)
+    honest = ShmAnswer.from_blob(answer, token=offered.token)
+    with pytest.raises(PeerUnreachable, match="is gone, or did not write the answer that names it"):
+        offer.complete(replace(honest, fd=other_region.fd, inode=other_region.inode).to_blob())
+    with pytest.raises(PeerUnreachable, match="is gone, or did not write the answer that names it"):
+        offer.complete(answer)  # the pipe holds its proof once
+    offer.close()
+    target.close()
 
 
 def test_a_target_that_closed_before_the_writer_completed(pair: Pair) -> None:

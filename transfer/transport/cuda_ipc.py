@@ -24,7 +24,7 @@ from transfer.errors import ConfigError, PeerUnreachable
 from transfer.transport.cuda_ipc_blob import NAME, Answered
 from transfer.transport.cuda_ipc_driver import Cuda, CudaError, process_cuda
 from transfer.transport.cuda_ipc_session import CudaWriterSession, TargetMemory, WriterDevice
-from transfer.transport.liveness import LivenessPipe, PeerPipe, PipeAddress
+from transfer.transport.liveness import LivenessPipe, PeerPipe
 from transfer.transport.mapped_blob import MappedPlace
 from transfer.transport.mapped_session import TargetSession
 from transfer.transport.mapped_transport import MappedTransport, target_of
@@ -78,9 +78,9 @@ class CudaIpcTransport(MappedTransport[DeviceBuffer]):
             )
         return self._add(replace(found, device_index=device))
 
-    def _answer(self, memory: DeviceBuffer, line: PipeAddress, token: bytes) -> bytes:
+    def _answer(self, memory: DeviceBuffer, line: LivenessPipe, token: bytes) -> bytes:
         exported = self._cuda.export(memory.device_index, memory.address)
-        place = MappedPlace(line=line, token=token, offset=exported.offset, num_bytes=memory.num_bytes)
+        place = MappedPlace(line=line.address, token=token, offset=exported.offset, num_bytes=memory.num_bytes)
         return Answered(place=place, device=self._cuda.uuid_of(memory.device_index), handle=exported.handle).to_blob()
 
     def _open_writer(self, answer: bytes, token: bytes, line: LivenessPipe) -> CudaWriterSession:

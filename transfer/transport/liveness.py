@@ -5,6 +5,9 @@ go by writing into its pipe. When every write end is closed (the process ended, 
 the reader sees the end of the pipe. No socket, file or port is needed. So it works between containers of one host that share a
 pid namespace. It needs the same rights as CUDA IPC: the same user, or the right to trace.
 
+An end can sign a message: it writes the digest of the message into its pipe. Then the other end knows that the message came from
+this process, and not from a peer that has only learned the pipe's address.
+
 The end of the pipe alone proves nothing, because a dying process closes its descriptors one after the other. The pipe can end a
 moment before the device's descriptor does. The end of the process alone proves nothing either. A forked child keeps both open,
 and with them work that the parent had queued on a device. Either proof alone could report a write as over that may still land.
@@ -15,6 +18,7 @@ frozen process has not ended. A zombie has: its memory, descriptors and device c
 
 from __future__ import annotations
 
+import hashlib
 import os
 import select
 import stat
@@ -28,6 +32,7 @@ from transfer.transport.peer import ProcessIdentity
 
 # One byte for each reader, which takes it. There can be several: an offer that was accepted twice, a forked child.
 _OVER = bytes(select.PIPE_BUF)
+_SIGNATURE_BYTES = 16
 _SessionT = TypeVar("_SessionT")
 _MAX_PID = 2**22  # PID_MAX_LIMIT of Linux
 _START_TIME_FIELD = 22  # field of /proc/PID/stat, counted from 1: proc_pid_stat(5)
@@ -77,6 +82,10 @@ class LivenessPipe:
         self.address = PipeAddress(
             identity=ProcessIdentity.own(), start_time=start_time, fd=read_fd, inode=os.fstat(read_fd).st_ino
         )
+
+    def sign(self, message: bytes) -> None:
+        """Prove to the one reader of the pipe that this process wrote the message. Call it at most once, before `end`."""
+        os.write(self._fds[1], _signature_of(message))
 
     def end(self) -> None:
         """Report that nothing that this end began can touch the peer's memory any more. May be called twice.
@@ -148,6 +157,20 @@ class PeerPipe:
             self._watch.close()
             raise
 
+    def check_signed(self, message: bytes) -> None:
+        """Take the peer's signature out of its pipe, and check that it is that of the message. Call it before all other methods.
+
+        Raises:
+            PeerUnreachable: The peer did not sign the message, or another reader took the signature.
+        """
+        assert self._fd is not None
+        try:
+            found = os.read(self._fd, _SIGNATURE_BYTES)
+        except BlockingIOError:
+            found = b""
+        if found != _signature_of(message):
+            raise PeerUnreachable(f"peer process {self.pid} is gone, or did not write the answer that names it")
+
     @property
     def has_left(self) -> bool:
         """Whether the peer has let go, is gone, or is going. Expect nothing more of it."""
@@ -178,6 +201,10 @@ class PeerPipe:
             self._has_ended = True
         else:
             self._is_cut = True
+
+
+def _signature_of(message: bytes) -> bytes:
+    return hashlib.blake2b(message, digest_size=_SIGNATURE_BYTES).digest()
 
 
 def _open_pipe(address: PipeAddress) -> int:

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from typing import Any, TypeVar
 
 from transfer.transport.base import LocalMemory
-from transfer.transport.liveness import LivenessPipe, PeerPipe, PipeAddress, PipeOffer
+from transfer.transport.liveness import LivenessPipe, PeerPipe, PipeOffer
 from transfer.transport.mapped_blob import TOKEN_BYTES, Offered
 from transfer.transport.mapped_session import TargetSession, WriterSession
 from transfer.transport.registered_memory import Memory
@@ -60,7 +60,7 @@ class MappedTransport(PeerTransport[_MemoryT, WriterSession[_MemoryT] | TargetSe
         self._let_go()
         line = LivenessPipe()
         try:
-            answer = self._answer(own, line.address, offered.token)
+            answer = self._answer(own, line, offered.token)
             peer = PeerPipe(offered.line)
         except BaseException:
             line.end()
@@ -96,8 +96,12 @@ class MappedTransport(PeerTransport[_MemoryT, WriterSession[_MemoryT] | TargetSe
         self._sessions.clear()
 
     @abstractmethod
-    def _answer(self, memory: _MemoryT, line: PipeAddress, token: bytes) -> bytes:
-        """Return the answer to an offer. Raise ConfigError if other processes cannot map the memory."""
+    def _answer(self, memory: _MemoryT, line: LivenessPipe, token: bytes) -> bytes:
+        """Return the answer to an offer. It names this end's pipe.
+
+        Raises:
+            ConfigError: Other processes cannot map the memory.
+        """
 
     @abstractmethod
     def _open_writer(self, answer: bytes, token: bytes, line: LivenessPipe) -> WriterSession[_MemoryT]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from transfer.errors import ConfigError, PeerUnreachable
 from transfer.transport.base import ByteRange, DirectMemory
-from transfer.transport.liveness import LivenessPipe, PeerPipe, PipeAddress
+from transfer.transport.liveness import LivenessPipe, PeerPipe
 from transfer.transport.mapped_blob import MappedPlace
 from transfer.transport.mapped_session import WriterSession
 from transfer.transport.mapped_transport import MappedTransport
@@ -51,7 +51,7 @@ class ShmTransport(MappedTransport[HostMemory]):
             raise ConfigError("transport shm moves host memory, and this is memory of a GPU: choose transport: auto or cuda_ipc")
         return self._add(found)
 
-    def _answer(self, memory: HostMemory, line: PipeAddress, token: bytes) -> bytes:
+    def _answer(self, memory: HostMemory, line: LivenessPipe, token: bytes) -> bytes:
         address = memory.view.ctypes.data
         region = region_of(address, memory.num_bytes)
         if region is None:
@@ -59,13 +59,16 @@ class ShmTransport(MappedTransport[HostMemory]):
                 f"memory of {memory.num_bytes} bytes cannot be offered over transport shm: other processes cannot map it; "
                 "allocate it with StagingBuffer(is_shared=True)"
             )
-        place = MappedPlace(line=line, token=token, offset=address - region.address, num_bytes=memory.num_bytes)
-        return ShmAnswer(place=place, fd=region.fd, inode=region.inode).to_blob()
+        place = MappedPlace(line=line.address, token=token, offset=address - region.address, num_bytes=memory.num_bytes)
+        answer = ShmAnswer(place=place, fd=region.fd, inode=region.inode).to_blob()
+        line.sign(answer)
+        return answer
 
     def _open_writer(self, answer: bytes, token: bytes, line: LivenessPipe) -> ShmWriterSession:
         answered = ShmAnswer.from_blob(answer, token=token)
-        peer = PeerPipe(answered.place.line)  # before the file: from now on the process id is known to be the peer's
+        peer = PeerPipe(answered.place.line)
         try:
+            peer.check_signed(answer)  # a peer anywhere could name memory of another process of this user, also of this one
             fd = _open_file(answered)
             try:
                 if peer.has_left:
