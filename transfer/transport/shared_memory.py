@@ -66,7 +66,7 @@ def shared_memory(num_bytes: int) -> mmap.mmap:
 
 def region_of(address: int, num_bytes: int) -> SharedRegion | None:
     """Return the region that these bytes lie in; None if other processes cannot map them."""
-    for region in _regions.values():
+    for region in list(_regions.values()):  # meanwhile, the end of other memory removes its region
         if region.address <= address and address + num_bytes <= region.address + region.num_bytes:
             return region
     return None
