@@ -3,19 +3,18 @@
  * How to read Promela is told at the head of ring.pml.
  *
  * What is modelled. Two ends count steps; a step is one heartbeat of a session in use. Each end states an interval in every
- * heartbeat: 0 while it has a request in flight, which begins and ends at any step, otherwise a longer one of its own. Both ends apply
- * the same rule to the last value of each end. A heartbeat takes up to two steps, and those of one end stay in order. At any step, one end can
- * freeze for ever.
+ * heartbeat: 0 while it has a request in flight, which begins and ends at any step, otherwise a longer one. That of one end
+ * changes, as with its number of sessions. Both ends apply the same rule to the last value of each end. A heartbeat takes up to
+ * two steps, and those of one end stay in order. At any step, one end can freeze for ever.
  *
  * What is left out, and why nothing is lost by it.
  *  - Watermarks: they are heartbeats that come earlier than they must.
- *  - Intervals that change with the number of sessions: an end that states 0 and then its own value changes more.
  *  - An earlier release: it states 0 always.
  *  - Processes that wake again: by then the session is over.
  */
 
 #define OTHER(e)        (1 - (e))
-#define LONG(e)         (2 + (e))       /* what an end states without a request */
+#define SHORTEST        2               /* what an end states without a request: from this value to LONGEST */
 #define LONGEST         3
 #define MISSED          3
 #define NONE            255
@@ -28,10 +27,17 @@
 bool in_use[2], frozen[2], knows[2];    /* `knows`: has declared the other end dead */
 byte own[2], peer[2];                   /* the value stated last, and heard last */
 byte silent[2], excused[2], unsent[2];  /* steps */
+byte longest[2];                        /* interval since the last heartbeat of the other end */
 byte older[2], newer[2];                /* heartbeats on the way to the end */
 byte since[2], in_use_since[2];         /* steps since the peer froze, and of them those with a request in flight, without a break */
-byte before;
+byte before, idle;                      /* `idle`: what the end whose step it is states without a request */
 byte e;
+
+#ifdef BUG_ALWAYS_EXCUSED
+#define IS_DEAD(e)      (silent[e] - excused[e] > MISSED * INTERVAL(e))
+#else
+#define IS_DEAD(e)      (silent[e] - excused[e] > MISSED * INTERVAL(e) || silent[e] > MISSED * (longest[e] + 1))
+#endif
 
 #ifdef BUG_OWN_INTERVAL
 #define INTERVAL(e)     (own[e] == 0 -> 1 : own[e])
@@ -41,7 +47,7 @@ byte e;
 
 inline hear(value) {
 	if
-	:: value != NONE -> peer[e] = value; silent[e] = 0; excused[e] = 0
+	:: value != NONE -> peer[e] = value; silent[e] = 0; excused[e] = 0; longest[e] = INTERVAL(e)
 	:: else
 	fi;
 	value = NONE
@@ -49,15 +55,13 @@ inline hear(value) {
 
 inline send() {
 	before = INTERVAL(e);
-	own[e] = (in_use[e] -> 0 : LONG(e));
+	own[e] = (in_use[e] -> 0 : idle);
 	unsent[e] = 0;
 	if
 #ifndef BUG_NOT_EXCUSED
 	:: INTERVAL(e) < before -> excused[e] = silent[e]
 #endif
-#ifndef BUG_ALWAYS_EXCUSED
-	:: INTERVAL(e) > before -> excused[e] = 0
-#endif
+	:: INTERVAL(e) > longest[e] -> longest[e] = INTERVAL(e)
 	:: else
 	fi;
 	newer[OTHER(e)] = own[e];
@@ -68,6 +72,10 @@ inline step() {
 	if
 	:: in_use[e] = true
 	:: in_use[e] = false
+	fi;
+	if
+	:: idle = SHORTEST
+	:: e == 1 -> idle = LONGEST
 	fi;
 	d_step {
 		hear(older[e]);
@@ -82,7 +90,7 @@ inline step() {
 		silent[e]++;
 		unsent[e]++;
 		if
-		:: silent[e] - excused[e] > MISSED * INTERVAL(e) ->
+		:: IS_DEAD(e) ->
 			assert(frozen[OTHER(e)]);                       /* no living end is declared dead */
 			knows[e] = true
 		:: else ->
@@ -98,13 +106,15 @@ inline step() {
 			assert(since[e] <= BOUND);                      /* a frozen end is declared dead */
 			assert(in_use_since[e] <= BOUND_IN_USE)
 		:: else
-		fi
+		fi;
+		idle = 0
 	}
 }
 
 proctype Session() {
 	d_step {
-		older[0] = NONE; older[1] = NONE; newer[0] = NONE; newer[1] = NONE
+		older[0] = NONE; older[1] = NONE; newer[0] = NONE; newer[1] = NONE;
+		longest[0] = 1; longest[1] = 1
 	};
 end:	do
 	:: knows[0] || knows[1] -> break

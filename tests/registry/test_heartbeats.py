@@ -66,7 +66,18 @@ def test_requests_that_come_and_go_do_not_excuse_a_dead_peer() -> None:
     while not watch.tick():
         num_ticks += 1
         watch.on_sent(0.0 if num_ticks % 8 < 4 else 8.0, 0.0)
-    assert num_ticks <= 3 * 64 + 8
+    assert num_ticks * watch.tick_s <= 3 * 8.0 + 3 * watch.heartbeat_s
+
+
+def test_an_end_that_loses_its_other_sessions_does_not_excuse_a_dead_peer() -> None:
+    """Its interval shrinks with each, as in a rolling restart of the other tier."""
+    num_sessions, num_ticks = 320, 0
+    watch = idle(idle_heartbeat_s(num_sessions), 0.25)
+    while not watch.tick():
+        num_ticks += 1
+        num_sessions = max(17, num_sessions - 1)
+        watch.on_sent(idle_heartbeat_s(num_sessions), 0.0)
+    assert num_ticks * watch.tick_s <= 3 * 10.0 + 3 * watch.heartbeat_s
 
 
 def test_the_interval_of_an_end_grows_with_its_sessions_up_to_a_limit() -> None:

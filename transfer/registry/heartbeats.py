@@ -41,7 +41,8 @@ class HeartbeatWatch:
 
     Each end of a session states an interval in each heartbeat: 0 while a request is in flight, otherwise the interval that
     suffices. Both ends apply the same rule to the last value of each end: `heartbeat_s` if either is 0, otherwise the largest.
-    An end that has shortened the interval allows its peer three of the new ones to hear of it.
+    An end that has shortened the interval allows its peer three of the new ones to hear of it. Because that can happen again and
+    again, a silence of three of the longest intervals and three of `heartbeat_s` is never excused.
 
     Args:
         heartbeat_s: Seconds between heartbeats of a session in use, and of a join; above 0.
@@ -57,6 +58,7 @@ class HeartbeatWatch:
         """The interval that the peer stated last."""
         self._silent_ticks = 0
         self._excused_ticks = 0  # of them, those before the interval was shortened
+        self._longest_s = heartbeat_s  # interval since the last heartbeat
         self._sent_s = -math.inf
 
     @property
@@ -82,6 +84,7 @@ class HeartbeatWatch:
         """Record a heartbeat of the peer, and the interval that it states."""
         self.peer_idle_s = idle_s
         self._silent_ticks = self._excused_ticks = 0
+        self._longest_s = self.interval_s
 
     def on_sent(self, idle_s: float, now_s: float) -> None:
         """Record a heartbeat of this end, the interval that it states, and the time at which it was written."""
@@ -90,13 +93,16 @@ class HeartbeatWatch:
         self._sent_s = now_s
         if self.interval_s < before_s:
             self._excused_ticks = self._silent_ticks
-        elif self.interval_s > before_s:
-            self._excused_ticks = 0  # so that requests that come and go do not excuse a dead peer for ever
+        self._longest_s = max(self._longest_s, self.interval_s)
 
     def tick(self) -> bool:
         """Count a tick. Return whether the peer has missed its heartbeats."""
         self._silent_ticks += 1
-        return self._silent_ticks - self._excused_ticks > MISSED_HEARTBEATS * self.interval_s / self.tick_s
+        allowed = MISSED_HEARTBEATS / self.tick_s
+        return (
+            self._silent_ticks - self._excused_ticks > allowed * self.interval_s
+            or self._silent_ticks > allowed * (self._longest_s + self.heartbeat_s)
+        )
 
     def describe(self) -> str:
         """Return why the peer is declared dead, for people."""
