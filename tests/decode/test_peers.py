@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,7 +58,8 @@ class PrefillNode:
                 return
         joined = pb.Joined(prefill=instance_to_proto(instance(self.first_life + self.num_joins)))
         joined.chunk_plan.CopyFrom(chunk_plan_to_proto(ChunkPlan(chunk_tokens=8) if self.mood == "large pieces" else PLAN))
-        joined.short_chunk_plans.extend([chunk_plan_to_proto(SHORT_PLAN)] * (33 if self.mood == "many plans" else 1))
+        short = replace(SHORT_PLAN, token_layers=64) if self.mood == "costly plans" else SHORT_PLAN
+        joined.short_chunk_plans.extend([chunk_plan_to_proto(short)] * (33 if self.mood == "many plans" else 1))
         for prefill_rank in range(2):
             is_slow = prefill_rank == 1 and self.mood == "slow link"
             bandwidth = FLOOR_BYTES_PER_S / 2 if is_slow else FLOOR_BYTES_PER_S
@@ -95,6 +97,7 @@ def joining(*addresses: str) -> AbstractAsyncContextManager[Tier]:
             "transport.min_bandwidth_bytes_per_s of the decode node is 1e+09",
         ),
         ("many plans", "short_chunk_plans has 33 entries; there can be 32"),
+        ("costly plans", "short_chunk_plans has a plan with token_layers; only chunk_plan can have them"),
         (
             "large pieces",
             f"ring.capacity_bytes is {RING_BYTES}; with chunks of 8 tokens and all layers one rank of prefill node "

@@ -517,6 +517,9 @@ class PrefillNodes:
             raise RemoteProtocolError(
                 f"short_chunk_plans has {len(joined.short_chunk_plans)} entries; there can be {MAX_SHORT_PLANS}"
             )
+        if any(short.token_layers for short in joined.short_chunk_plans):
+            # The size of such a plan takes milliseconds. With `token_layers`, `chunk_plan` is good for short requests too.
+            raise RemoteProtocolError("short_chunk_plans has a plan with token_layers; only chunk_plan can have them")
         plan = chunk_plan_from_proto(joined.chunk_plan)
         short_plans = tuple(map(chunk_plan_from_proto, joined.short_chunk_plans))
         largest = max(self._check_largest_piece(peer, prefill, one) for one in (plan, *short_plans))
