@@ -130,10 +130,15 @@ class ConnectorRank:
 
         self._call(report)
 
+    def layer_ends(self, names: Iterable[str]) -> frozenset[int]:
+        """Return the ends of the layer groups of those of the prompts that are being sent. Any thread may call it."""
+        ends = {} if self._outgoing is None else self._outgoing.layer_ends
+        return frozenset().union(*(ends.get(name, ()) for name in names))
+
     @property
-    def layer_ends(self) -> frozenset[int]:
-        """Ends of the layer groups of all prompts that are being sent. Any thread may read it."""
-        return frozenset() if self._outgoing is None else self._outgoing.rank.layer_ends
+    def num_ends_changes(self) -> int:
+        """Number of changes of `layer_ends` so far. Any thread may read it."""
+        return 0 if self._outgoing is None else self._outgoing.num_ends_changes
 
     def finish(self, name: str) -> None:
         """Report the last `progress` of a prompt. `Free` follows once the leader has finished the prompt, too."""

@@ -460,6 +460,7 @@ class WorkerSide:
         self._record = record
         self._layer_ends = layer_ends
         self._last_layer = max(layer_ends, key=lambda layer: layer_ends[layer], default=None)
+        self._sent_ends: tuple[StepMessage, int, frozenset[int]] | None = None  # a step, `num_ends_changes`, ends of its prompts
         self._begun: StepMessage | None = None  # step whose blocks are in `_tables`
         self._reported: StepMessage | None = None  # step whose last layer is reported
         self._tables: dict[str, list[list[int]]] = {}  # page tables of requests that are handed over
@@ -473,7 +474,7 @@ class WorkerSide:
     def layer_computed(self, plan: StepMessage, layer: str) -> None:
         """Report the KV of a running step up to this layer. It is in the cache after the work that is queued on the device.
 
-        Ignore layers that do not end a layer group.
+        Ignore layers that do not end a layer group of a prompt of the step.
         """
         end = self._layer_ends.get(layer)
         if end is None or not plan.steps:
@@ -481,14 +482,21 @@ class WorkerSide:
         if layer == self._last_layer:
             self._report(plan)
             self._reported = plan
-        elif end in self._rank.layer_ends:
+        elif end in self._ends_of(plan):
             self._report(plan, end_layer=end)
+
+    def _ends_of(self, plan: StepMessage) -> frozenset[int]:
+        """Return the ends of the layer groups of the step's prompts that are being sent. A transfer can start within a step."""
+        num_changes = self._rank.num_ends_changes
+        if self._sent_ends is None or self._sent_ends[0] is not plan or self._sent_ends[1] != num_changes:
+            self._sent_ends = plan, num_changes, self._rank.layer_ends(step.name for step in plan.steps)
+        return self._sent_ends[2]
 
     def computed(self, plan: StepMessage) -> None:
         """Report the KV of a step. It is in the cache after the work that is queued on the device."""
         if plan.steps and self._reported is not plan:
             self._report(plan)
-        self._begun = self._reported = None
+        self._begun = self._reported = self._sent_ends = None
         for end in plan.ends:
             self._tables.pop(end.name, None)
             if end.is_held:

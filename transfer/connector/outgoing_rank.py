@@ -68,9 +68,6 @@ class OutgoingRank:
         self._engine = engine
         self._send = send
         self._outgoing: dict[str, _Outgoing] = {}  # by transfer, until it is sent or has failed
-        self._num_by_ends: dict[frozenset[int], int] = {}  # unfinished transfers by `Chunks.layer_ends`
-        self.layer_ends: frozenset[int] = frozenset()
-        """Ends of the layer groups of all unfinished transfers."""
         self._attaching: set[asyncio.Task[None]] = set()
         self._sender: SenderLoop
         self._sessions: DecodeSessions
@@ -91,8 +88,7 @@ class OutgoingRank:
         chunks = split_into_chunks(
             message.plan, num_tokens=message.num_tokens, num_layers=peer.layout.num_layers, start_token=message.start_token
         )
-        outgoing = self._outgoing[transfer_id] = _Outgoing(message=message, chunks=chunks)
-        self._count_ends(outgoing, 1)
+        self._outgoing[transfer_id] = _Outgoing(message=message, chunks=chunks)
         self._sender.start_request(
             peer.terms.request(
                 transfer_id,
@@ -186,12 +182,11 @@ class OutgoingRank:
         self._engine.on_released(request_id)
 
     def on_sent(self, request_id: str, stats: SentStats) -> None:
-        self._count_ends(self._outgoing.pop(request_id), -1)
+        del self._outgoing[request_id]
         self._send(TransferSent(transfer_id=request_id, stats=stats))
 
     def on_failed(self, request_id: str, reason: str) -> None:
         outgoing = self._outgoing.pop(request_id)
-        self._count_ends(outgoing, -1)
         self._send(
             TransferNotSent(
                 transfer_id=request_id,
@@ -200,16 +195,6 @@ class OutgoingRank:
                 is_preempted=outgoing.is_preempted,
             )
         )
-
-    def _count_ends(self, outgoing: _Outgoing, change: int) -> None:
-        """Add `change` to the unfinished transfers with the same ends. Only the first and the last one change `layer_ends`."""
-        ends = outgoing.chunks.layer_ends
-        before = self._num_by_ends.get(ends, 0)
-        self._num_by_ends[ends] = before + change
-        if not before + change:
-            del self._num_by_ends[ends]
-        if not before or not before + change:
-            self.layer_ends = frozenset().union(*self._num_by_ends)
 
     # Reports and end
 
@@ -233,6 +218,10 @@ class OutgoingRank:
     def started(self, transfer_id: str) -> StartTransfer:
         """Return the message that started an unfinished transfer."""
         return self._outgoing[transfer_id].message
+
+    def layer_ends(self, transfer_id: str) -> frozenset[int]:
+        """Return the layers after which a chunk of an unfinished transfer ends."""
+        return self._outgoing[transfer_id].chunks.layer_ends
 
     def is_reading(self, transfer_id: str) -> bool:
         """Return whether a gather may still read the transfer's pages."""
@@ -341,6 +330,10 @@ class OfferedPages:
         self._send = send
         self._on_news = on_news
         self._sources: dict[str, _Source] = {}
+        self.layer_ends: dict[str, frozenset[int]] = {}
+        """Ends of the layer groups of each prompt that is being sent, by its name. Any thread may look up names."""
+        self.num_ends_changes = 0
+        """Number of changes of `layer_ends` so far. It is counted after the change."""
 
     # Calls of the engine
 
@@ -415,6 +408,7 @@ class OfferedPages:
             self._send(TransferNotSent(transfer_id=message.transfer_id, reason="the prompt was given up"))
         elif self.rank.start(message) and self.rank.is_reading(message.transfer_id):
             source.transfers.add(message.transfer_id)
+            self._set_ends(message.name, source)
             self._report(source)
 
     # Implementation of `OutgoingEngine`
@@ -427,6 +421,7 @@ class OfferedPages:
         name = self._name_of(transfer_id)
         source = self._sources[name]
         source.transfers.discard(transfer_id)
+        self._set_ends(name, source)
         self._on_reading_over(name, source)
 
     # Inside
@@ -435,6 +430,13 @@ class OfferedPages:
         message = self.rank.started(transfer_id)
         assert isinstance(message, StartOffered), "a connector's rank starts nothing else"
         return message.name
+
+    def _set_ends(self, name: str, source: _Source) -> None:
+        if source.transfers:
+            self.layer_ends[name] = frozenset().union(*map(self.rank.layer_ends, source.transfers))
+        else:
+            self.layer_ends.pop(name, None)
+        self.num_ends_changes += 1
 
     def _report(self, source: _Source) -> None:
         """Report computed chunks to each attempt. Cancel attempts whose remaining chunks will never be computed."""
