@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import gc
+import mmap
 import os
+import platform
 import re
 import signal
+import struct
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +28,7 @@ from transfer.transport.base import ByteRange
 from transfer.transport.liveness import LivenessPipe
 from transfer.transport.mapped_blob import MappedPlace, Offered
 from transfer.transport.registered_memory import DeviceBuffer
-from transfer.transport.shared_memory import SEALS, region_of, shared_memory
+from transfer.transport.shared_memory import SEALS, map_shared, region_of, shared_memory
 from transfer.transport.shm import ShmTransport
 from transfer.transport.shm_blob import ShmAnswer
 
@@ -127,6 +131,47 @@ def test_a_child_process_of_the_writer_has_no_mapping(pair: Pair) -> None:
         os._exit(num_mappings(region.inode))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1, "the ring that its parent has as a target, and no peer's"
     assert writer.direct(rng(0, 1)) is not None
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter has numbers of system calls of x86_64")
+def test_without_the_advice_not_to_fork_it_nothing_is_mapped() -> None:
+    """A child that inherits the mapping could store into a ring that was given to another writer."""
+    fd = memfd(4096, SEALS)
+    inode = os.fstat(fd).st_ino
+    child = os.fork()
+    if child == 0:
+        code = 100
+        try:
+            refuse_advice(mmap.MADV_DONTFORK)
+            map_shared(fd, 4096, lambda: None)
+        except PermissionError:
+            code = num_mappings(inode)
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(fd)
+
+
+def refuse_advice(advice: int) -> None:
+    """Let the kernel refuse one advice of madvise to this process from now on, with EPERM."""
+    return_errno, return_allow, load, jump_if_equal, return_ = 0x00050000, 0x7FFF0000, 0x20, 0x15, 0x06
+    madvise, number_at, third_argument_at = 28, 0, 32
+    code = b"".join(
+        struct.pack("HBBI", *line)
+        for line in (
+            (load, 0, 0, number_at),
+            (jump_if_equal, 0, 3, madvise),
+            (load, 0, 0, third_argument_at),
+            (jump_if_equal, 0, 1, advice),
+            (return_, 0, 0, return_errno | errno.EPERM),
+            (return_, 0, 0, return_allow),
+        )
+    )
+    buffer = ctypes.create_string_buffer(code)
+    program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
+    libc = ctypes.CDLL(None)
+    set_no_new_privs, set_seccomp, filter_mode = 38, 22, 2
+    assert libc.prctl(set_no_new_privs, 1, 0, 0, 0) == 0 and libc.prctl(set_seccomp, filter_mode, program) == 0
 
 
 def test_a_ring_is_freed_with_its_last_view() -> None:

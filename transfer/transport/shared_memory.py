@@ -75,7 +75,7 @@ def region_of(address: int, num_bytes: int) -> SharedRegion | None:
 def map_shared(fd: int, num_bytes: int, on_unmapped: Callable[[], None]) -> Any:
     """Map the first bytes of a file. They are unmapped when nothing views the result any more.
 
-    Forked children do not inherit the mapping.
+    Children that are forked after this call do not inherit the mapping.
 
     Args:
         on_unmapped: Called after that, on any thread. It must not refer to the result.
@@ -88,9 +88,11 @@ def map_shared(fd: int, num_bytes: int, on_unmapped: Callable[[], None]) -> Any:
     """
     address = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
     if address in (None, _FAILED):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    _libc.madvise(address, num_bytes, mmap.MADV_DONTFORK)
+        raise _last_error()
+    if _libc.madvise(address, num_bytes, mmap.MADV_DONTFORK) != 0:
+        error = _last_error()
+        _libc.munmap(address, num_bytes)
+        raise error
     _libc.madvise(address, num_bytes, mmap.MADV_HUGEPAGE)  # advice only
     mapped = (ctypes.c_ubyte * num_bytes).from_address(address)
     weakref.finalize(mapped, _unmap, address, num_bytes, on_unmapped).atexit = False
@@ -113,6 +115,11 @@ def is_memfd(file: os.stat_result) -> bool:
         return os.fstat(fd).st_dev == file.st_dev
     finally:
         os.close(fd)
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
 
 
 def _open_memfd() -> int:
