@@ -34,7 +34,8 @@ from transfer.transport.shared_memory import is_memfd, map_shared, populate, reg
 from transfer.transport.shm_blob import NAME, ShmAnswer
 from transfer.transport.waiting_thread import WaitingThread
 
-_STEP_BYTES = 4 << 20  # of a write in one turn of the owner's loop: half a millisecond
+# A turn of the owner's loop copies the writes in order, up to the first one that is larger, and this much of that one.
+_STEP_BYTES = 4 << 20  # half a millisecond
 
 
 class ShmTransport(MappedTransport[HostMemory]):
