@@ -42,6 +42,11 @@ class ChunkPlan:
         if self.token_layers < 0:
             raise LayoutError(f"token_layers is {self.token_layers}; it must be 0 or more")
 
+    def __str__(self) -> str:
+        """Return the sizes for errors: "128 tokens and 2 layers"."""
+        more = f" (token_layers {self.token_layers})" if self.token_layers else ""
+        return f"{self.chunk_tokens} tokens and {self.layers_per_group or 'all'} layers{more}"
+
     def layers_of(self, num_tokens: int, num_layers: int) -> int:
         """Return the layers of a chunk of `num_tokens`, at most `num_layers`. The last chunk of these tokens may have fewer."""
         return min(num_layers, max(self.layers_per_group or num_layers, self.token_layers // num_tokens))
@@ -67,9 +72,9 @@ def check_num_pieces(
     num_chunks = len(split_into_chunks(plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=start_token))
     if num_chunks * num_routes > MAX_PIECES:
         raise LayoutError(
-            f"{num_tokens - start_token} tokens in chunks of {plan.chunk_tokens} tokens and {plan.layers_per_group or 'all'} "
-            f"layers are {num_chunks} chunks; a request on {num_routes} routes can have {MAX_PIECES // num_routes}: "
-            "raise chunk.chunk_tokens, chunk.piece_bytes or chunk.layers_per_group of the prefill node"
+            f"{num_tokens - start_token} tokens in chunks of {plan} are {num_chunks} chunks; a request on {num_routes} routes "
+            f"can have {MAX_PIECES // num_routes}: raise chunk.chunk_tokens, chunk.piece_bytes or chunk.layers_per_group of the "
+            "prefill node"
         )
 
 

@@ -201,6 +201,12 @@ def test_a_plan_of_more_pieces_than_a_rank_can_keep_is_refused(
         patched.setattr(chunk_module, "MAX_PIECES", count * num_routes)
         check_num_pieces(plan, LAYOUT, prefill, decode, num_tokens=num_tokens, start_token=start_token)
         patched.setattr(chunk_module, "MAX_PIECES", count * num_routes - 1)
-        text = f"are {count} chunks; a request on {num_routes} routes can have {count - 1}:"
+        text = f"in chunks of {plan} are {count} chunks; a request on {num_routes} routes can have {count - 1}:"
         with pytest.raises(LayoutError, match=text):
             check_num_pieces(plan, LAYOUT, prefill, decode, num_tokens=num_tokens, start_token=start_token)
+
+
+def test_errors_name_all_sizes_of_a_plan() -> None:
+    """Plans that differ only in `token_layers` had the same text."""
+    assert str(ChunkPlan(chunk_tokens=128)) == "128 tokens and all layers"
+    assert str(ChunkPlan(chunk_tokens=128, layers_per_group=2, token_layers=300)) == "128 tokens and 2 layers (token_layers 300)"

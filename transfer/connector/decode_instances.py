@@ -213,6 +213,7 @@ class DecodeInstances:
             links=len(join.links),
             chunk_tokens=join.plan.chunk_tokens,
             layers_per_group=join.plan.layers_per_group,
+            token_layers=join.plan.token_layers,
             largest_piece_bytes=join.largest_piece_bytes,
         )
         change: asyncio.Future[Any] | None = None

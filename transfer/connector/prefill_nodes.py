@@ -405,9 +405,9 @@ class PrefillNodes:
         largest = largest_piece_bytes(prefill, self._own, plan)
         if largest > self._ring_capacity_bytes:
             raise ChunkTooLarge(
-                f"ring.capacity_bytes is {self._ring_capacity_bytes}; with chunks of {plan.chunk_tokens} tokens and "
-                f"{plan.layers_per_group or 'all'} layers one rank of prefill node {peer.address} sends up to {largest} bytes at "
-                "once: raise it, or lower chunk.piece_bytes or chunk.chunk_tokens of the prefill node"
+                f"ring.capacity_bytes is {self._ring_capacity_bytes}; with chunks of {plan} one rank of prefill node "
+                f"{peer.address} sends up to {largest} bytes at once: raise it, or lower chunk.piece_bytes or "
+                "chunk.chunk_tokens of the prefill node"
             )
         if len(peer.pieces) == MAX_KNOWN_PLANS:
             peer.pieces.clear()
@@ -538,6 +538,7 @@ class PrefillNodes:
             links=len(peer.links),
             chunk_tokens=joined.chunk_plan.chunk_tokens,
             layers_per_group=joined.chunk_plan.layers_per_group,
+            token_layers=joined.chunk_plan.token_layers,
             largest_piece_bytes=peer.largest_piece_bytes,
         )
         self._on_change()

@@ -297,8 +297,8 @@ class PrefillSessions:
         if most > ring.capacity_bytes:
             raise ChunkTooLarge(
                 f"ring.capacity_bytes is {ring.capacity_bytes} on decode rank {self._context.rank}; a chunk of "
-                f"{request.chunk_plan.chunk_tokens} tokens and {request.chunk_plan.layers_per_group or 'all'} layers has {most} "
-                "bytes: raise it, or lower chunk.chunk_tokens or chunk.layers_per_group of the prefill node"
+                f"{request.chunk_plan} has {most} bytes: raise it, or lower chunk.chunk_tokens or "
+                "chunk.layers_per_group of the prefill node"
             )
         if self._receiver.num_ending >= MAX_SESSIONS:
             # The limit of open sessions does not stop a writer that opens and closes sessions and keeps its access.

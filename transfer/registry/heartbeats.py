@@ -99,9 +99,8 @@ class HeartbeatWatch:
         """Count a tick. Return whether the peer has missed its heartbeats."""
         self._silent_ticks += 1
         allowed = MISSED_HEARTBEATS / self.tick_s
-        return (
-            self._silent_ticks - self._excused_ticks > allowed * self.interval_s
-            or self._silent_ticks > allowed * (self._longest_s + self.heartbeat_s)
+        return self._silent_ticks - self._excused_ticks > allowed * self.interval_s or self._silent_ticks > allowed * (
+            self._longest_s + self.heartbeat_s
         )
 
     def describe(self) -> str:
