@@ -136,9 +136,13 @@ class LocalCluster:
 
         Raises:
             NodeFailed: A node refused, died, or was not ready in time. No process remains.
+            ConfigError: The folder for temporary files has a path that is too long for a socket. No process remains.
         """
-        self._open()
+        if self._folder is not None or self.stop_report is not None:
+            raise TransferError("this local cluster was started before; make another one")
+        self._folder = Path(tempfile.mkdtemp(prefix="kvferry-"))
         try:
+            self._open(self._folder)
             for role in ROLES:
                 for index in range(len(self.spec.names(role))):
                     self.launch(role, index)
@@ -227,19 +231,16 @@ class LocalCluster:
             self._guard.wait(_KILL_S)
         self._folder = None
 
-    def _open(self) -> None:
-        if self._folder is not None or self.stop_report is not None:
-            raise TransferError("this local cluster was started before; make another one")
+    def _open(self, folder: Path) -> None:
+        command = [sys.executable, "-I", "-S", process_guard.__file__, self._token, str(folder)]
+        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         # A socket that is bound but does not listen keeps the port from other programs. The node can still listen on it, because
         # it also sets SO_REUSEADDR. So all nodes can start at once and know the others' addresses.
         for name in (name for role in ROLES for name in self.spec.names(role)):
             held = self._ports[name] = socket.socket()
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind((_HOST, 0))
-        self._folder = Path(tempfile.mkdtemp(prefix="kvferry-"))
-        command = [sys.executable, "-I", "-S", process_guard.__file__, self._token, str(self._folder)]
-        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        self._fork_server = SharedForkServer.for_cluster(self.spec, self._folder, self.environment)
+        self._fork_server = SharedForkServer.for_cluster(self.spec, folder, self.environment)
 
     def _end_fork_server(self) -> None:
         if self._fork_server is not None:

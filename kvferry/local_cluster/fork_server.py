@@ -48,26 +48,38 @@ class SharedForkServer:
         folder: Folder of its socket and its log.
         environment: Its environment. The ranks inherit it, so it is the environment of the nodes.
         modules: Modules that it imports, in order.
+
+    Raises:
+        ConfigError: The path of the folder is too long for a socket.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str], modules: Iterable[str]) -> None:
         address = folder / "fork-server"
         self.variables = {SHARED_AT: str(address)}
         """Environment variables of the nodes that use it."""
-        alive_r, self._alive_w = os.pipe()
         with socket.socket(socket.AF_UNIX) as listener, open(folder / "fork-server.log", "ab") as log:
-            listener.bind(str(address))
+            try:
+                listener.bind(str(address))
+            except OSError as error:
+                raise ConfigError(f"the fork server cannot listen in {folder}: {error}; set TMPDIR to a shorter path") from error
+            address.chmod(0o600)
             listener.listen()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "node_runtime.shared_fork_server", str(listener.fileno()), str(alive_r), *modules],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=dict(environment) | {TUNABLES: tunables(environment)},
-                pass_fds=(listener.fileno(), alive_r),
-                start_new_session=True,
-            )
-        os.close(alive_r)
+            alive_r, self._alive_w = os.pipe()
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "node_runtime.shared_fork_server", str(listener.fileno()), str(alive_r), *modules],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=dict(environment) | {TUNABLES: tunables(environment)},
+                    pass_fds=(listener.fileno(), alive_r),
+                    start_new_session=True,
+                )
+            except BaseException:
+                os.close(self._alive_w)
+                raise
+            finally:
+                os.close(alive_r)
 
     @classmethod
     def for_cluster(cls, spec: ClusterSpec, folder: Path, environment: Mapping[str, str]) -> SharedForkServer | None:

@@ -8,6 +8,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from kvferry.cli.node_client import NodeClient
 from kvferry.local_cluster import process_guard
 from kvferry.local_cluster.cluster import ClusterSpec, LocalCluster, NodeFailed, TierSpec
 from kvferry.local_cluster.spec import child_environment
-from transfer.errors import TransferError
+from node_runtime.fork_server import can_share
+from transfer.errors import ConfigError, TransferError
 from transfer.pb import kvferry_pb2 as pb
 
 GONE_S = 15.0
@@ -167,6 +169,22 @@ async def test_a_leader_that_dies_is_told_from_one_that_refuses(model: Path) -> 
         await starting
     assert (caught.value.role, caught.value.exit_code) == ("decode", -9)
     assert cluster.processes() == {}
+
+
+@pytest.mark.skipif(not can_share(), reason="this Python cannot share a fork server")
+async def test_a_temporary_folder_whose_path_is_too_long_for_a_socket_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    tier = TierSpec(model=tmp_path)
+    cluster = LocalCluster(ClusterSpec(prefill=tier, decode=tier))
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ConfigError, match="AF_UNIX path too long; set TMPDIR to a shorter path"):
+        await cluster.start()
+    assert os.listdir("/proc/self/fd") == before
+    assert cluster.processes() == {} and list(deep.iterdir()) == []
 
 
 async def test_what_a_node_refuses_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
