@@ -160,6 +160,7 @@ def measure_idle(report: Report, *, is_quick: bool) -> None:
     """Rows of sessions without requests, and the number of sessions that are lost."""
     few, most = (16, 64) if is_quick else (IDLE_SESSIONS, MOST_SESSIONS)
     load = Load(round_requests=8 if is_quick else 48, num_rounds=1 if is_quick else 3, idle_s=IDLE_S / 8 if is_quick else IDLE_S)
+    num_lost = 0
     for name, number, is_local in (("idle_share", few, True), ("idle_share_tcp", few, False), ("idle_share_most", most, True)):
         samples = asyncio.run(between_two_processes(replace(load, num_peers=number, is_local=is_local)))
         case = f"two processes, {number:,} sessions{'' if is_local else ' over TCP'}"
@@ -168,7 +169,8 @@ def measure_idle(report: Report, *, is_quick: bool) -> None:
         report.add(case, "chunk", samples.chunk_s)
         report.facts[case] = {"sessions lost": samples.num_lost}
         report.headline[name] = max(samples.idle_cpu_s)
-    report.headline["sessions_lost"] = samples.num_lost
+        num_lost += samples.num_lost
+    report.headline["sessions_lost"] = num_lost
 
 
 def _add_all(report: Report, what: str, samples: dict[str, list[float]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -139,3 +140,16 @@ async def test_a_connection_that_says_nothing_is_closed_in_time(monkeypatch: pyt
     monkeypatch.setattr(server, "SERVER_OPTIONS", tuple((patient | {"grpc.server_handshake_timeout_ms": 500}).items()))
     async with serving(decode_control=Counts()) as served, silent_connections(served.address, 30) as tasks:
         await until(lambda: all(task.done() for task in tasks))
+
+
+@pytest.mark.parametrize(
+    ("open_files", "limit"),
+    [
+        (1024, "its limit of 1024 open files; 1024 sessions need 20736 (ulimit -n)"),
+        (20735, "its limit of 20735 open files; 1024 sessions need 20736 (ulimit -n)"),
+        (20736, "any limit of open files"),
+        (resource.RLIM_INFINITY, "any limit of open files"),
+    ],
+)
+def test_the_limit_of_sessions_blames_open_files_only_if_more_would_help(open_files: int, limit: str) -> None:
+    assert options.limit_of_files(open_files) == limit

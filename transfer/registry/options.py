@@ -81,7 +81,9 @@ def files_for(num_sessions: int) -> int:
 
 
 def limit_of_files(open_files: int) -> str:
-    """Return why a rank takes no more sessions, for people."""
+    """Return why a rank takes no more sessions, for people: "it takes ... sessions with" this."""
+    if most_sessions(open_files) == MAX_SESSIONS:
+        return "any limit of open files"
     return f"its limit of {open_files} open files; {MAX_SESSIONS} sessions need {files_for(MAX_SESSIONS)} (ulimit -n)"
 
 

@@ -81,7 +81,7 @@ def test_control_plane(tmp_path: Path) -> None:
     assert cases >= {"two processes, 1 peer", "two processes, 4 peers", "two processes, 10 held grants"}
     lines = outcomes_of("control", record)
     assert [line.limit for line in lines] == [3000, 1.0, 4.0, 4.0, 0, 1.3, 1.3, 1.3, 200_000, 4.0]
-    assert lines[4].what == "sessions lost, of 1,024" and lines[4].measured == 0
+    assert lines[4].what == "sessions lost, of 1,536" and lines[4].measured == 0
     assert lines[7].what == "ring pair, in order, 10 to 10,000 live grants"
 
 
