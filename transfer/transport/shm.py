@@ -7,7 +7,8 @@ The target cannot revoke a mapping. So after the target's `close()`, `Session.is
 the ring, or when its process is gone (`liveness`). The writer unmaps it when the last gather into it has ended. Until then the
 memory stays registered and alive at the target.
 
-A writer checks the file that a target names: a file of another size or kind, or one whose size or pages can go, is rejected.
+A writer checks the file that a target names: a file of another size or kind, one in huge pages, or one whose size can change, is
+rejected.
 """
 
 from __future__ import annotations
