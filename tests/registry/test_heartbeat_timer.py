@@ -87,6 +87,28 @@ async def test_a_heartbeat_that_is_due_after_a_stop_waits_for_one_tick() -> None
 
 
 @in_virtual_time
+async def test_a_heartbeat_that_cannot_wait_is_sent_at_once_unless_a_tick_is_late() -> None:
+    timer = HeartbeatTimer()
+    end = End(timer)
+    loop = end.loop
+    assert isinstance(loop, VirtualTimeLoop)
+    timer.send_soon(end.heartbeats)
+    await asyncio.sleep(0.01)
+    assert end.sent_s == [0.0, 0.0]
+    loop.now_s = 2.0  # the process was stopped
+    timer.send_soon(end.heartbeats)
+    await asyncio.sleep(TICK_S / 2)
+    assert end.sent_s == [0.0, 0.0]
+    timer.send_soon(end.heartbeats)
+    timer.remove(end.heartbeats)
+    await asyncio.sleep(2 * TICK_S)
+    assert end.sent_s[2:] == [2.0 + TICK_S, 2.0 + 1.5 * TICK_S]
+    timer.send_soon(end.heartbeats)  # its session is over
+    await asyncio.sleep(0.01)
+    assert len(end.sent_s) == 5
+
+
+@in_virtual_time
 async def test_a_session_that_fails_does_not_stop_the_heartbeats_of_the_others() -> None:
     loop = asyncio.get_running_loop()
     complaints: list[dict[str, Any]] = []

@@ -155,7 +155,7 @@ class SessionWatch:
         """Report this writer's measurements of the link to the decode rank, with a heartbeat that is sent at once."""
         self._link = link
         self._timed.is_probing = False
-        self._wake.set()
+        self._timer.send_soon(self._timed)
 
     async def probe_turn(self) -> None:
         """Wait until the decode rank grants the turn to measure the link; call this once. The report of the link ends the turn.
@@ -165,7 +165,7 @@ class SessionWatch:
         """
         self._turn = self._loop.create_future()
         self._timed.is_probing = True
-        self._wake.set()
+        self._timer.send_soon(self._timed)
         if not self._is_over:
             await self._turn
         if self._is_over:

@@ -72,6 +72,15 @@ class HeartbeatTimer:
             group.timer.cancel()
             del self._groups[tick_s]
 
+    def send_soon(self, session: SessionHeartbeats) -> None:
+        """Send a heartbeat that cannot wait until it is due: at once, or in a tick's time if a tick is late."""
+        group = self._groups.get(session.watch.tick_s)
+        loop = asyncio.get_running_loop()
+        if group is not None and (group.has_deferred or _is_late(group.timer, session.watch.tick_s)):
+            loop.call_later(session.watch.tick_s, session.on_due)
+        else:
+            session.on_due()
+
     def stated_idle_s(self, session: SessionHeartbeats) -> float:
         """Return the interval that the next heartbeat of the session states; see `HeartbeatWatch`."""
         return 0.0 if session.is_probing or session.session_id in self._in_use else idle_heartbeat_s(self._num_sessions)
@@ -82,7 +91,7 @@ class HeartbeatTimer:
     def _tick(self, tick_s: float) -> None:
         now_s = asyncio.get_running_loop().time()
         group = self._groups[tick_s]
-        group.has_deferred = now_s > group.timer.when() + tick_s and not group.has_deferred
+        group.has_deferred = _is_late(group.timer, tick_s) and not group.has_deferred
         group.timer = self._tick_later(tick_s)
         self._in_use = frozenset(self.sessions_in_use())
         for session in list(group.sessions):
@@ -101,3 +110,7 @@ class HeartbeatTimer:
             session.on_silent(watch.describe())
         elif may_send and (watch.is_due(now_s) or (watch.own_idle_s and session.session_id in self._in_use)):
             session.on_due()
+
+
+def _is_late(timer: asyncio.TimerHandle, tick_s: float) -> bool:
+    return asyncio.get_running_loop().time() > timer.when() + tick_s
