@@ -23,7 +23,7 @@ CLOCK_NS = 5_000_000
 """Tolerance between clocks of two processes of one machine; each process reads its two clocks one after the other."""
 
 BY_NAME = {spec.name: spec for spec in SPANS}
-EVERY = set(BY_NAME) - {"kvferry.fetch"}  # which only an engine has
+EVERY = set(BY_NAME) - {"kvferry.fetch", "kvferry.write"}  # only an engine fetches; over shm, gathers store into the ring
 
 
 async def generate(
@@ -99,20 +99,21 @@ async def test_one_trace_covers_the_client_both_leaders_and_all_ranks(serving: S
     for name, number in (("generate", 1), ("try", 1), ("prefill", 1), ("compute", 1), ("queue", 2), ("send", 2), ("receive", 1)):
         assert len(of(f"kvferry.{name}")) == number, name
     pieces = 2 * -(-NUM_TOKENS // 64)  # each prefill rank sends its piece of each chunk
-    for name in ("grant_wait", "gather", "write", "scatter"):
+    for name in ("grant_wait", "gather", "scatter"):
         assert len(of(f"kvferry.{name}")) == pieces, name
+    assert not of("kvferry.write"), "over shm, gathers store into the ring"
     (generated,), sent = of("kvferry.generate"), of("kvferry.send")
     assert generated.attributes["kvferry.generated_tokens"] == 6
     assert generated.attributes["kvferry.finish_reason"] == "length"
     assert not any(span.is_error for span in spans)
-    for name in ("kvferry.gather", "kvferry.write", "kvferry.scatter"):
+    for name in ("kvferry.gather", "kvferry.scatter"):
         assert sum(span.attributes["kvferry.bytes"] for span in of(name)) == sum(s.attributes["kvferry.bytes"] for s in sent)
-    # For each piece of a chunk, the write follows the gather, and the scatter follows the write.
-    for write in of("kvferry.write"):
-        part = {name: write.attributes[f"kvferry.{name}"] for name in ("chunk", "route")}
+    # For each piece of a chunk, the scatter follows the gather.
+    for gather in of("kvferry.gather"):
+        part = {name: gather.attributes[f"kvferry.{name}"] for name in ("chunk", "route")}
         same = [s for s in spans if part.items() <= {k.removeprefix("kvferry."): v for k, v in s.attributes.items()}.items()]
-        before, after = (next(s for s in same if s.name == name) for name in ("kvferry.gather", "kvferry.scatter"))
-        assert before.begun_ns <= before.ended_ns <= write.ended_ns and write.begun_ns - CLOCK_NS <= after.begun_ns
+        after = next(s for s in same if s.name == "kvferry.scatter")
+        assert gather.begun_ns <= gather.ended_ns and gather.begun_ns - CLOCK_NS <= after.begun_ns
 
 
 async def test_a_request_without_a_sampled_traceparent_has_no_trace(serving: Serving) -> None:

@@ -4,8 +4,11 @@
  * caches. The GIL is released for a whole call. `transfer.copy.compiled_copy` makes the arguments and checks every one of
  * them: addresses are used as they are.
  *
- * The digests are those of transfer/copy/digest.py, bit for bit. Both work on stripes of 64 bytes of the wire. A stripe whose bytes
- * lie in two pieces of the pool is digested from the wire.
+ * The digests are those of transfer/copy/digest.py, bit for bit. Both work on stripes of 64 bytes of the wire.
+ *
+ * The wire of a scatter can be memory that a hostile peer changes at any time. So a scatter with a digest loads each byte of the wire
+ * once, and copies and digests this one value. The barriers keep the compiler from loading it again. The pool of a gather is memory of
+ * this process, and its wire is of no further use if a peer has changed it.
  * Source of XXH3: github.com/Cyan4973/xxHash, doc/xxhash_spec.md, 64 bits, seed 0, inputs longer than 240 bytes.
  */
 #define Py_LIMITED_API 0x030b0000
@@ -39,6 +42,7 @@ typedef struct {
     int64_t max_stripes; /* of XXH3 the last bytes count as a stripe of their own */
     int algorithm, is_gather, is_streaming, has_avx2;
     uint64_t lanes[8];  /* of XXH3 its accumulators, of words their sum in lane 0 */
+    char seen[STRIPE + STEP_BYTES]; /* of a scatter: the last stripe of the step before, and the bytes of this step */
 } Copy;
 
 /* XXH3 */
@@ -83,8 +87,7 @@ static void scramble(uint64_t *lanes) {
 }
 
 #if defined(WITH_AVX2)
-WITH_AVX2 static inline __m256i half_accumulated(__m256i lanes, const char *words, const uint8_t *secret) {
-    __m256i word = _mm256_loadu_si256((const __m256i *)words);
+WITH_AVX2 static inline __m256i half_accumulated(__m256i lanes, __m256i word, const uint8_t *secret) {
     __m256i keyed = _mm256_xor_si256(word, _mm256_loadu_si256((const __m256i *)secret));
     __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
     return _mm256_add_epi64(lanes, _mm256_add_epi64(product, _mm256_shuffle_epi32(word, 0x4e)));
@@ -93,8 +96,8 @@ WITH_AVX2 static inline __m256i half_accumulated(__m256i lanes, const char *word
 WITH_AVX2 static void accumulate_avx2(uint64_t *lanes, const char *stripes, int64_t count, const uint8_t *secret) {
     __m256i low = _mm256_loadu_si256((const __m256i *)lanes), high = _mm256_loadu_si256((const __m256i *)(lanes + 4));
     for (int64_t i = 0; i < count; i++, stripes += STRIPE, secret += 8) {
-        low = half_accumulated(low, stripes, secret);
-        high = half_accumulated(high, stripes + 32, secret + 32);
+        low = half_accumulated(low, _mm256_loadu_si256((const __m256i *)stripes), secret);
+        high = half_accumulated(high, _mm256_loadu_si256((const __m256i *)(stripes + 32)), secret + 32);
     }
     _mm256_storeu_si256((__m256i *)lanes, low);
     _mm256_storeu_si256((__m256i *)(lanes + 4), high);
@@ -118,8 +121,8 @@ static uint64_t folded_product(uint64_t left, uint64_t right) {
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-static uint64_t xxh3_value(Copy *copy) {
-    accumulate(copy->lanes, copy->wire + copy->position - STRIPE, SECRET + LAST_STRIPE_SECRET);
+static uint64_t xxh3_value(Copy *copy, const char *last_stripe) {
+    accumulate(copy->lanes, last_stripe, SECRET + LAST_STRIPE_SECRET);
     uint64_t hash = (uint64_t)copy->position * PRIME64_1;
     for (int i = 0; i < 8; i += 2) {
         const uint8_t *secret = SECRET + MERGE_SECRET + 8 * i;
@@ -144,10 +147,11 @@ static inline __attribute__((always_inline)) uint64_t words_sum(const char *word
     return sum;
 }
 
-static uint64_t words_value(Copy *copy) {
+/* `rest` is what follows the digested stripes. */
+static uint64_t words_value(Copy *copy, const char *rest_bytes) {
     int64_t begin = copy->num_stripes * STRIPE, rest = copy->position - begin;
     char last[STRIPE] = {0};
-    memcpy(last, copy->wire + begin, (size_t)rest);
+    memcpy(last, rest_bytes, (size_t)rest);
     return copy->lanes[0] + words_sum(last, (rest + 7) / 8, (uint64_t)begin / 8);
 }
 
@@ -214,6 +218,79 @@ static void copy_run(Copy *copy, char *pool, int64_t size) {
     copy->position += size;
 }
 
+#if defined(WITH_AVX2)
+/* Copy and digest one step of XXH3, and keep its last stripe. */
+WITH_AVX2 static void scatter_step_avx2(Copy *copy, char *to, const char *from) {
+    __m256i lanes_low = _mm256_loadu_si256((const __m256i *)copy->lanes);
+    __m256i lanes_high = _mm256_loadu_si256((const __m256i *)(copy->lanes + 4)), low, high;
+    int is_streaming = copy->is_streaming && (uintptr_t)to % 32 == 0;
+    for (int64_t i = 0; i < STRIPES_PER_BLOCK; i++, from += STRIPE, to += STRIPE) {
+        __builtin_prefetch(from + PREFETCH_BYTES);
+        low = _mm256_loadu_si256((const __m256i *)from), high = _mm256_loadu_si256((const __m256i *)(from + 32));
+        __asm__ volatile("" : "+x"(low), "+x"(high)); /* from here on these registers are the only source */
+        if (is_streaming) {
+            _mm256_stream_si256((__m256i *)to, low);
+            _mm256_stream_si256((__m256i *)(to + 32), high);
+        } else {
+            _mm256_storeu_si256((__m256i *)to, low);
+            _mm256_storeu_si256((__m256i *)(to + 32), high);
+        }
+        lanes_low = half_accumulated(lanes_low, low, SECRET + 8 * i);
+        lanes_high = half_accumulated(lanes_high, high, SECRET + 8 * i + 32);
+    }
+    _mm256_storeu_si256((__m256i *)copy->seen, low);
+    _mm256_storeu_si256((__m256i *)(copy->seen + 32), high);
+    _mm256_storeu_si256((__m256i *)copy->lanes, lanes_low);
+    _mm256_storeu_si256((__m256i *)(copy->lanes + 4), lanes_high);
+    scramble(copy->lanes);
+    copy->num_stripes += STRIPES_PER_BLOCK;
+}
+#endif
+
+/* Copy the next bytes of the wire to a place of the pool where they lie together, and digest them: buffers without gaps only. */
+static void scatter_run(Copy *copy, char *pool, int64_t size) {
+    for (int64_t now; size > 0; pool += now, size -= now, copy->position += now) {
+        const char *from = copy->wire + copy->position;
+        int64_t begun = copy->position % STEP_BYTES;
+        char *seen = copy->seen + STRIPE + begun;
+        now = size < STEP_BYTES - begun ? size : STEP_BYTES - begun;
+#if defined(WITH_AVX2)
+        if (now == STEP_BYTES && copy->has_avx2 && copy->algorithm == XXH3 &&
+            copy->num_stripes + STRIPES_PER_BLOCK <= copy->max_stripes) {
+            scatter_step_avx2(copy, pool, from);
+            continue;
+        }
+#endif
+        memcpy(seen, from, (size_t)now);
+        __asm__ volatile("" ::: "memory"); /* the pool is copied from `seen`, not from `from` */
+#if defined(WITH_AVX2)
+        if (copy->is_streaming && (uintptr_t)pool % 32 == 0 && now % STRIPE == 0)
+            stream(pool, seen, now, 0);
+        else
+#endif
+            memcpy(pool, seen, (size_t)now);
+        if (begun + now == STEP_BYTES) {
+            add_stripes(copy, copy->seen + STRIPE, STRIPES_PER_BLOCK);
+            memcpy(copy->seen, copy->seen + STEP_BYTES, STRIPE);
+        }
+    }
+}
+
+/* The digest, once everything is copied. */
+static uint64_t digest_value(Copy *copy) {
+    const char *rest, *end;
+    if (copy->is_gather) {
+        end = copy->wire + copy->position;
+        rest = copy->wire + copy->num_stripes * STRIPE;
+    } else {
+        int64_t begun = copy->position % STEP_BYTES;
+        add_stripes(copy, copy->seen + STRIPE, begun / STRIPE);
+        end = copy->seen + STRIPE + begun;
+        rest = end - begun % STRIPE;
+    }
+    return copy->algorithm == XXH3 ? xxh3_value(copy, end - STRIPE) : words_value(copy, rest);
+}
+
 /* The next run of a gather lies elsewhere, where no hardware prefetches it. */
 static void prefetch_run(const char *pool, int64_t size) {
     for (int64_t i = 0; i < size && i < PREFETCH_BYTES; i += STRIPE)
@@ -222,6 +299,7 @@ static void prefetch_run(const char *pool, int64_t size) {
 
 static void copy_buffer(Copy *copy, const Buffer *buffer, const int64_t *pages, int64_t page_size) {
     int is_whole = buffer->num_pieces == 1 && buffer->token_stride == buffer->piece_bytes;
+    void (*run)(Copy *, char *, int64_t) = copy->algorithm && !copy->is_gather ? scatter_run : copy_run;
     copy->position = buffer->wire;
     for (int64_t token = buffer->begin; token < buffer->end;) {
         int64_t first = token % page_size, count = page_size - first;
@@ -232,12 +310,12 @@ static void copy_buffer(Copy *copy, const Buffer *buffer, const int64_t *pages, 
         if (is_whole) {
             if (copy->is_gather && token < buffer->end)
                 prefetch_run((char *)(intptr_t)buffer->pool + pages[token / page_size] * buffer->page_stride, page_size * buffer->piece_bytes);
-            copy_run(copy, place, count * buffer->piece_bytes);
+            run(copy, place, count * buffer->piece_bytes);
             continue;
         }
         for (; count > 0; count--, place += buffer->token_stride)
             for (int64_t piece = 0; piece < buffer->num_pieces; piece++)
-                copy_run(copy, place + piece * buffer->piece_stride, buffer->piece_bytes);
+                run(copy, place + piece * buffer->piece_stride, buffer->piece_bytes);
     }
 }
 
@@ -269,10 +347,8 @@ static PyObject *copy_pages(PyObject *module, PyObject *arguments) {
 #if defined(WITH_AVX2)
     _mm_sfence(); /* the peer may learn of these bytes by a store of this thread, which must not pass them */
 #endif
-    if (algorithm == XXH3)
-        digest = xxh3_value(&copy);
-    else if (algorithm == WORDS)
-        digest = words_value(&copy);
+    if (algorithm)
+        digest = digest_value(&copy);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&buffers);
     PyBuffer_Release(&pages);
@@ -288,10 +364,16 @@ static PyObject *has_avx2(PyObject *module, PyObject *arguments) {
 #endif
 }
 
+static PyObject *source_hash(PyObject *module, PyObject *arguments) {
+    (void)module, (void)arguments;
+    return PyUnicode_FromString(SOURCE_HASH);
+}
+
 /* Arguments and results are in _host_copy.pyi. */
 static PyMethodDef methods[] = {
     {"copy_pages", copy_pages, METH_VARARGS, NULL},
     {"has_avx2", has_avx2, METH_NOARGS, NULL},
+    {"source_hash", source_hash, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

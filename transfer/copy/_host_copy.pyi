@@ -3,6 +3,9 @@ from typing_extensions import Buffer
 def has_avx2() -> bool:
     """Return whether the processor has the vector instructions that the copies can use."""
 
+def source_hash() -> str:
+    """Return the SHA-256 of the source file, in hexadecimal digits."""
+
 def copy_pages(
     buffers: Buffer,
     pages: Buffer,

@@ -7,9 +7,11 @@ already. So the time in Python does not depend on the number of layers, pages or
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from torch import Tensor
@@ -19,14 +21,28 @@ from transfer.copy.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest
 from transfer.copy.host_copy import HostCopier
 from transfer.layout import WireBuffer
 
+
+def is_current(module: Any, source: Path) -> bool:
+    """Return whether the compiled code was built from this source file, or there is none, as in an installed wheel.
+
+    In a checkout, code of another version would be used after an update, with other arguments or another `_BUFFER_FIELDS`.
+    """
+    if not source.exists():
+        return True
+    built_from = module.source_hash() if hasattr(module, "source_hash") else ""
+    return bool(built_from == hashlib.sha256(source.read_bytes()).hexdigest())
+
+
 _host_copy: ModuleType | None
 try:
     from transfer.copy import _host_copy
 except ImportError:
     _host_copy = None
+if _host_copy is not None and not is_current(_host_copy, Path(__file__).with_name("_host_copy.c")):
+    _host_copy = None
 
 IS_BUILT: Final = _host_copy is not None
-"""Whether this installation has the compiled code."""
+"""Whether this installation has the compiled code, of its own version."""
 
 # Whether the processor's vector instructions are used. A test sets it to False.
 HAS_AVX2 = _host_copy is not None and _host_copy.has_avx2()
@@ -54,6 +70,8 @@ class CompiledCopier(HostCopier):
 
 
 class _CompiledPlan(CopyPlan):
+    reads_wire_once = True
+
     def __init__(self, copier: HostCopier, buffers: Sequence[WireBuffer]) -> None:
         super().__init__(copier, buffers)
         rows = [_described(copier.view(buffer), buffer) for buffer in self.buffers]
@@ -72,6 +90,8 @@ class _CompiledPlan(CopyPlan):
         if not self.buffers:
             return
         is_short = self.num_wire_bytes < _MIN_XXH3_BYTES
+        if is_short and not is_gather:
+            wire = wire_tensor(wire)[: self.num_wire_bytes].clone()  # read once, as `reads_wire_once` promises
         algorithm = _ALGORITHMS[digest.algorithm] if isinstance(digest, HostDigest) and not is_short else _NO_DIGEST
         found = _host_copy.copy_pages(
             self._rows,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -73,6 +73,10 @@ class CopyPlan(ABC):
         Raises:
             LayoutError: An argument is of the wrong kind, place or size, or `pages` names pages outside the pool or one twice.
         """
+
+    reads_wire_once: ClassVar[bool] = False
+    """Whether a scatter with a digest loads each byte of the wire once. If not, a peer that can write to the wire can change it
+    between the copy and the digest."""
 
     @abstractmethod
     def scatter(self, pages: Tensor, source: WireMemory, *, first_page: int = 0, digest: Digest | None = None) -> None:

@@ -58,8 +58,8 @@ def choose_kernels(setting: Literal["auto", "triton", "torch"], device: torch.de
         if setting == "triton":
             raise ConfigError("kernels is triton, and the pool is in host memory, where Triton does not run: set it to auto")
         kernels = Kernels.fastest(device)
-        built = "was" if kernels is Kernels.COMPILED else "was not"
-        reason = f"the pool is in host memory, and the compiled code {built} built at install time"
+        built = "of this version" if kernels is Kernels.COMPILED else "missing, or of another version"
+        reason = f"the pool is in host memory, and the compiled code is {built}"
         log.info("kernels_chosen", kernels=kernels.value, device=str(device), reason=reason)
         return kernels
     defect = triton_defect(device)

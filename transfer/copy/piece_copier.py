@@ -114,8 +114,14 @@ class PieceCopy:
             add_digest(digest, out, self.num_wire_bytes, self.kernels)
 
     def scatter(self, source: WireMemory, digest: Digest | None = None) -> None:
-        """Copy from the first bytes of `source` into the pages: the reverse of `gather`."""
+        """Copy from the first bytes of `source` into the pages: the reverse of `gather`.
+
+        In host memory, the pages get the bytes that the digest is of, also if a peer changes `source` meanwhile.
+        """
         inside = digest if self.can_digest else None
+        reads_once = inside is not None and all(plan.reads_wire_once for plan in self.plans.values())
+        if digest is not None and not reads_once and isinstance(source, Tensor) and source.device.type == "cpu":
+            source = source[: self.num_wire_bytes].clone()
         if digest is not None and inside is None:
             add_digest(digest, source, self.num_wire_bytes, self.kernels)
         for plan, table, first_page in zip(self.plans.values(), self.tables, self.first_pages, strict=True):
