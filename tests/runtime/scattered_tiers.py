@@ -23,6 +23,7 @@ from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Range, Shard,
 from transfer.pool.kv_pool import KVPool, PagedKVPool, as_words, convert
 from transfer.pool.page_allocator import GroupAllocator, PageAllocator
 from transfer.ring import ALIGNMENT_BYTES
+from transfer.transport.base import REGION_ALIGNMENT_BYTES
 from transfer.transport.inproc import InprocHub, InprocTransport
 
 
@@ -245,7 +246,9 @@ class HybridTiers(TwoTiers):
         hub, groups = InprocHub(), layer_groups(HYBRID)
         needs = prefill_needs(groups, prefill.page_size, chunk_tokens=plan.chunk_tokens)
         counts = _sum_of_peaks(needs, room)
-        slot_bytes = -(-largest_wire_bytes(plan, HYBRID, self.routes, self.dtype) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        largest = largest_wire_bytes(plan, HYBRID, self.routes, self.dtype)
+        slot_bytes = -(-largest // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES
+        ring_bytes = 3 * -(-largest // ALIGNMENT_BYTES) * ALIGNMENT_BYTES  # fewer pieces than a prompt has
         self.senders = [
             HybridSendingRank(
                 GroupPages(prefill.at(rank), needs, counts, seed=rank), InprocTransport(hub, one_sided=is_one_sided), slot_bytes
@@ -258,7 +261,7 @@ class HybridTiers(TwoTiers):
             HybridReceivingRank(
                 GroupPages(decode.at(rank), needs, counts, seed=100 + rank),  # type: ignore[arg-type]
                 InprocTransport(hub, one_sided=is_one_sided),
-                3 * slot_bytes,
+                ring_bytes,
             )
             for rank in range(decode.num_ranks)
         ]
