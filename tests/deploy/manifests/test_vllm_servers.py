@@ -14,7 +14,7 @@ from tests.deploy.manifests.kustomize import Pod, matches, of_kind, pods, render
 from tests.deploy.manifests.test_across_objects import BROUGHT, may_call, may_reach
 from tests.deploy.manifests.vllm_servers import connector_config, option
 
-CLIENT, STRANGER = {"kvferry-access": "client"}, {"app": "somebody-else"}
+CLIENT, STRANGER = {"kvferry-access": "client"}, {"app": "another"}
 
 
 def pod_of(component: str) -> Pod:
