@@ -15,15 +15,12 @@ from torch import Tensor
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.inproc_channel import InprocControlServer
 from transfer.copy.digest import DIGEST_XXH3
-from transfer.instance import Instance
 from transfer.layout import KVLayout, Shard, routes, wire_dtype
-from transfer.messages import PROTOCOL_VERSIONS
-from transfer.metrics import RankMetrics
+from transfer.local_pair import inproc_context
 from transfer.piece import RankRequest, SessionRoute
 from transfer.pool.kv_pool import KVPool
 from transfer.pool.page_allocator import PageAllocator
 from transfer.pool.staging import StagingBuffer
-from transfer.rank_context import RankContext
 from transfer.receive.loop import ReceiverLoop
 from transfer.ring import Watermark
 from transfer.send.events import SenderSettings, SentStats
@@ -60,28 +57,6 @@ class Pages:
         return pages[tokens // self.pool.page_size] * self.pool.page_size + tokens % self.pool.page_size
 
 
-def context_of(pages: Pages, transport: Transport, *, role: str, incarnation: int) -> RankContext:
-    """Return the context of the rank whose pool that is."""
-    pool = pages.pool
-    instance = Instance(
-        incarnation=incarnation,
-        layout=pool.layout,
-        shard=pool.shard,
-        transport=transport.name,
-        digests=(DIGEST_XXH3,),
-        protocol_versions=PROTOCOL_VERSIONS,
-    )
-    return RankContext(
-        loop=asyncio.get_running_loop(),
-        instance=instance,
-        rank=pool.shard.rank,
-        device=pool.device,
-        transport=transport,
-        metrics=RankMetrics(role=role, rank=pool.shard.rank),
-        on_crash=crash,
-    )
-
-
 class SendingRank:
     """A prefill rank; a `transfer.send.loop.SenderOwner`."""
 
@@ -93,7 +68,7 @@ class SendingRank:
         self.sessions: dict[int, int] = {}  # decode rank -> session
         self.transport = transport
         self.loop = SenderLoop(
-            context=context_of(pages, transport, role="prefill", incarnation=1),
+            context=inproc_context(pages.pool, transport, role="prefill", incarnation=1, on_crash=crash),
             owner=self,
             pool=self.pages.pool,
             staging=StagingBuffer(num_bytes=NUM_SLOTS * slot_bytes),
@@ -129,7 +104,7 @@ class ReceivingRank:
         self.transport = transport
         self.control = InprocControlServer()
         self.loop = loop_type(
-            context=context_of(pages, transport, role="decode", incarnation=2),
+            context=inproc_context(pages.pool, transport, role="decode", incarnation=2, on_crash=crash),
             owner=self,
             pool=self.pages.pool,
             ring_memory=StagingBuffer(num_bytes=ring_bytes),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Self
 
 from transfer.chunk import ChunkPlan, largest_wire_bytes, split_into_chunks
@@ -31,7 +31,7 @@ from transfer.receive.loop import ReceiverLoop
 from transfer.ring import Watermark
 from transfer.send.events import SenderSettings, SentStats
 from transfer.send.loop import SenderLoop
-from transfer.transport.base import REGION_ALIGNMENT_BYTES
+from transfer.transport.base import REGION_ALIGNMENT_BYTES, Transport
 from transfer.transport.inproc import InprocHub, InprocTransport
 
 Tables = Sequence[Sequence[Sequence[int]]]
@@ -119,7 +119,7 @@ class _Sender:
         self.sessions: dict[int, int] = {}  # by decode rank
         self._pair = pair
         self.loop = SenderLoop(
-            context=_context(pair, pool, self.transport, role="prefill", incarnation=_PREFILL_LIFE),
+            context=inproc_context(pool, self.transport, role="prefill", incarnation=_PREFILL_LIFE, on_crash=pair.crash),
             owner=self,
             pool=pool,
             staging=StagingBuffer(num_slots * slot_bytes),
@@ -151,7 +151,7 @@ class _Receiver:
         self._pair = pair
         self._writers: dict[int, _Sender] = {}  # by session
         self.loop = ReceiverLoop(
-            context=_context(pair, pool, self.transport, role="decode", incarnation=_DECODE_LIFE),
+            context=inproc_context(pool, self.transport, role="decode", incarnation=_DECODE_LIFE, on_crash=pair.crash),
             owner=self,
             pool=pool,
             ring_memory=StagingBuffer(ring_bytes),
@@ -196,7 +196,10 @@ class _Receiver:
             asyncio.get_running_loop().call_soon(sender.loop.on_watermark, session, watermark)
 
 
-def _context(pair: LocalPair, pool: KVPool, transport: InprocTransport, *, role: str, incarnation: int) -> RankContext:
+def inproc_context(
+    pool: KVPool, transport: Transport, *, role: str, incarnation: int, on_crash: Callable[[BaseException], None]
+) -> RankContext:
+    """Return the context of the rank that has this pool, for ranks that share a process."""
     instance = Instance(
         incarnation=incarnation,
         layout=pool.layout,
@@ -212,7 +215,7 @@ def _context(pair: LocalPair, pool: KVPool, transport: InprocTransport, *, role:
         device=pool.device,
         transport=transport,
         metrics=RankMetrics(role=role, rank=pool.shard.rank),
-        on_crash=pair.crash,
+        on_crash=on_crash,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from transfer.config import TracingConfig
 from transfer.copy.host_copy_queue import HostCopyQueue
 from transfer.layout import DType, KVLayout, Shard
 from transfer.piece import RankRequest
-from transfer.rank_context import RankContext
 
 TRACEPARENT = f"00-{'a' * 32}-{'b' * 16}-01"
 LAYOUT = KVLayout.uniform(num_layers=4, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT16)
@@ -28,7 +26,8 @@ async def test_a_piece_that_was_never_written_leaves_no_span_to_the_next_request
     collector = Collector()
     with listening(collector) as port:
         tracer = OtelTracer(TracingConfig(endpoint=f"http://127.0.0.1:{port}"), role="prefill", rank=0)
-        monkeypatch.setattr(two_tiers, "RankContext", partial(RankContext, tracer=tracer))
+        context_of = two_tiers.inproc_context
+        monkeypatch.setattr(two_tiers, "inproc_context", lambda *given, **how: replace(context_of(*given, **how), tracer=tracer))
         tiers = TwoTiers(LAYOUT, Shard(page_size=16), Shard(page_size=16), is_one_sided=False)
         (sender,) = tiers.senders
         start, gather = sender.loop.start_request, HostCopyQueue.gather
