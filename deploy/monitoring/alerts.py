@@ -22,8 +22,8 @@ NODES: Final = Group(
             lasts="2m",
             summary="{{ $labels.instance }} does not answer scrapes.",
             description=(
-                "Prometheus cannot read /metrics of {{ $labels.instance }} (job {{ $labels.job }}): the node is down, hangs, or "
-                "cannot be reached. Its requests have ended, or will; the other nodes go on."
+                "Prometheus cannot read /metrics of {{ $labels.instance }} (job {{ $labels.job }}). The node is down, hangs, or "
+                "cannot be reached. Its requests end; other nodes are not affected."
             ),
         ),
         Alert(
@@ -33,8 +33,8 @@ NODES: Final = Group(
             lasts="5m",
             summary="No {{ $labels.role }} node is scraped.",
             description=(
-                "Prometheus has no series of any {{ $labels.role }} node: none runs, or none is among the targets. Without one "
-                "no request is served."
+                "Prometheus has no series of a {{ $labels.role }} node: none runs, or none is among the targets. Requests need "
+                "both tiers."
             ),
         ),
         Alert(
@@ -44,46 +44,46 @@ NODES: Final = Group(
             lasts="15m",
             summary="{{ $labels.role }} node {{ $labels.instance }} has not been ready for 15 minutes.",
             description=(
-                "The {{ $labels.role }} node {{ $labels.instance }} answers scrapes, but is starting or drained. It takes "
-                "no requests."
+                "The {{ $labels.role }} node {{ $labels.instance }} answers scrapes, but is starting or drained. It accepts no "
+                "requests."
             ),
         ),
         Alert(
-            name="KvferryNodeKeepsStarting",
+            name="KvferryNodeCrashLooping",
             severity=CRITICAL,
             # An hour: a slow load and a supervisor that backs off leave two starts in half of one.
             expr="changes(kvferry_start_time_seconds[1h]) >= 3",
             lasts="0m",
-            summary="{{ $labels.role }} node {{ $labels.instance }} ends and is started again and again.",
+            summary="{{ $labels.role }} node {{ $labels.instance }} restarts repeatedly.",
             description=(
-                "The process of the {{ $labels.role }} node {{ $labels.instance }} was started again {{ $value }} times in an "
-                "hour. It serves nobody while it starts, and what it had is lost each time."
+                "The process of the {{ $labels.role }} node {{ $labels.instance }} was restarted {{ $value }} times in an hour. "
+                "Each restart loses its requests and its KV."
             ),
         ),
         Alert(
-            name="KvferryRanksRestart",
+            name="KvferryRanksRestarted",
             severity=WARNING,
             expr="kvferry_rank_restarts - min_over_time(kvferry_rank_restarts[30m]) > 0",
             lasts="0m",
-            summary="Ranks of {{ $labels.role }} node {{ $labels.instance }} were started again.",
+            summary="Ranks of {{ $labels.role }} node {{ $labels.instance }} were restarted.",
             description=(
-                "The {{ $labels.role }} node {{ $labels.instance }} has started its ranks again {{ $value }} times in 30 "
-                "minutes. Each time, its requests were lost, or were tried on another node."
+                "The {{ $labels.role }} node {{ $labels.instance }} restarted its ranks {{ $value }} times in 30 minutes. Each "
+                "time, its requests were lost or retried on another node."
             ),
         ),
         Alert(
-            name="KvferryRanksCrashOften",
+            name="KvferryRanksCrashLooping",
             severity=CRITICAL,
             expr="kvferry_rank_restarts - min_over_time(kvferry_rank_restarts[30m]) >= 3",
             lasts="0m",
-            summary="Ranks of {{ $labels.role }} node {{ $labels.instance }} crash again and again.",
+            summary="Ranks of {{ $labels.role }} node {{ $labels.instance }} crash repeatedly.",
             description=(
-                "The {{ $labels.role }} node {{ $labels.instance }} has started its ranks again {{ $value }} times in 30 "
-                "minutes. It gives up after restart.max_restarts, and loses requests until then."
+                "The {{ $labels.role }} node {{ $labels.instance }} restarted its ranks {{ $value }} times in 30 minutes. It "
+                "exits after restart.max_restarts, and loses requests until then."
             ),
         ),
         Alert(
-            name="KvferryLoopTurnsLong",
+            name="KvferryEventLoopStalls",
             severity=WARNING,
             expr=(
                 "increase(kvferry_loop_turn_seconds_count[10m]) - ignoring (le) "
@@ -107,8 +107,8 @@ NODES: Final = Group(
             lasts="2m",
             summary="Decode node {{ $labels.instance }} has no prefill node.",
             description=(
-                "No prefill node is joined to the decode node {{ $labels.instance }}: it is not ready, and every new request to "
-                "it fails with UNAVAILABLE."
+                "No prefill node is joined to the decode node {{ $labels.instance }}. It is not ready, and new requests fail "
+                "with UNAVAILABLE."
             ),
         ),
         Alert(
@@ -130,10 +130,10 @@ NODES: Final = Group(
             severity=WARNING,
             expr='sum by (job, role, instance) (kvferry_breakers{state!="closed"}) > 0',
             lasts="5m",
-            summary="Decode node {{ $labels.instance }} leaves {{ $value }} prefill nodes out.",
+            summary="Decode node {{ $labels.instance }} avoids {{ $value }} prefill nodes.",
             description=(
-                "The circuit breakers of {{ $value }} prefill nodes have not been closed for 5 minutes on the decode node {{ "
-                "$labels.instance }}: those nodes are lost, or fail requests, and get next to none."
+                "On the decode node {{ $labels.instance }}, circuit breakers of {{ $value }} prefill nodes have been open for 5 "
+                "minutes. These nodes are lost or fail requests, and get almost none."
             ),
         ),
         Alert(
@@ -147,9 +147,8 @@ NODES: Final = Group(
             lasts="5m",
             summary="Discovery of {{ $labels.role }} node {{ $labels.instance }} fails.",
             description=(
-                "What the {{ $labels.role }} node {{ $labels.instance }} reads from the file, the name or etcd was last good {{ "
-                "$value | humanizeDuration }} ago (-1s: never), though it looks more often. It goes on with the nodes that it "
-                "knows, and hears of no new ones."
+                "The {{ $labels.role }} node {{ $labels.instance }} last read its file, DNS name or etcd successfully {{ $value "
+                "| humanizeDuration }} ago (-1s: never). It keeps the known nodes and finds no new ones."
             ),
         ),
         Alert(
@@ -159,8 +158,8 @@ NODES: Final = Group(
             lasts="0m",
             summary="A bug ended joins of decode node {{ $labels.instance }}.",
             description=(
-                "{{ $value | humanize }} joins of the decode node {{ $labels.instance }} ended in an error that nobody expected, "
-                "in 15 minutes. They are tried again; the log has the traceback."
+                "{{ $value | humanize }} joins of the decode node {{ $labels.instance }} ended in an unexpected error in 15 "
+                "minutes. They are retried; the log has the traceback."
             ),
         ),
     ),
@@ -180,21 +179,21 @@ TRANSFER: Final = Group(
             severity=CRITICAL,
             expr="kvferry_ring_watermark_stalled_seconds > 60",
             lasts="1m",
-            summary="The watermark of rank {{ $labels.rank }} of {{ $labels.instance }} stands still.",
+            summary="The watermark of rank {{ $labels.rank }} of {{ $labels.instance }} does not move.",
             description=(
-                "The oldest grant of rank {{ $labels.rank }} of the decode node {{ $labels.instance }} is open, and has been the "
-                "oldest for {{ $value | humanizeDuration }}. Writers that wait for bytes of its ring wait for it."
+                "The oldest grant of rank {{ $labels.rank }} of the decode node {{ $labels.instance }} has been open for {{ "
+                "$value | humanizeDuration }}. Writers that need its space in the ring wait."
             ),
         ),
         Alert(
-            name="KvferryQuarantineStays",
+            name="KvferryQuarantineStuck",
             severity=WARNING,
             expr="min_over_time(kvferry_ring_quarantined_bytes[10m]) / kvferry_ring_capacity_bytes > 0",
             lasts="5m",
             summary="Rank {{ $labels.rank }} of {{ $labels.instance }} keeps bytes of its ring in quarantine.",
             description=(
                 "{{ $value | humanizePercentage }} of the ring of rank {{ $labels.rank }} of {{ $labels.instance }} has been in "
-                "quarantine for 10 minutes: the writer of an ended transfer has neither said that it is drained, nor is it gone."
+                "quarantine for 10 minutes. The writer of an ended transfer has neither confirmed its last write nor ended."
             ),
         ),
         Alert(
@@ -206,11 +205,10 @@ TRANSFER: Final = Group(
                 "min_over_time(kvferry_ring_quarantined_bytes[15m]) > 0)"
             ),
             lasts="5m",
-            summary="Rank {{ $labels.rank }} of {{ $labels.instance }} loses its ring to quarantine.",
+            summary="Quarantine takes the ring of rank {{ $labels.rank }} of {{ $labels.instance }}.",
             description=(
                 "{{ $value | humanizePercentage }} of the ring of rank {{ $labels.rank }} of {{ $labels.instance }} is in "
-                "quarantine, and it grows, or is more than a quarter. When all of it is there, no KV comes to this rank any "
-                "more."
+                "quarantine, and it grows or is above a quarter. Without free space, the rank receives no KV."
             ),
         ),
         Alert(
@@ -226,9 +224,9 @@ TRANSFER: Final = Group(
             lasts="10m",
             summary="Links of rank {{ $labels.rank }} of {{ $labels.instance }} are far slower than their probes.",
             description=(
-                "While they are busy, the links of rank {{ $labels.rank }} of the prefill node {{ $labels.instance }}, or one of "
-                "them, write at {{ $value | humanizePercentage }} of the speed that was measured when they were attached. KV "
-                "takes that much longer, and users wait for it."
+                "While busy, one or all links of rank {{ $labels.rank }} of the prefill node {{ $labels.instance }} write at {{ "
+                "$value | humanizePercentage }} of the speed that was measured at attach. KV arrives later, and so do first "
+                "tokens."
             ),
         ),
         Alert(
@@ -244,25 +242,25 @@ TRANSFER: Final = Group(
             ),
         ),
         Alert(
-            name="KvferryChunksBroken",
+            name="KvferryDigestErrors",
             severity=WARNING,
             expr="increase(kvferry_broken_chunks_total[15m]) > 0",
             lasts="0m",
-            summary="KV arrived broken on rank {{ $labels.rank }} of {{ $labels.instance }}.",
+            summary="KV arrived with a wrong digest on rank {{ $labels.rank }} of {{ $labels.instance }}.",
             description=(
-                "{{ $value | humanize }} chunks came to rank {{ $labels.rank }} of {{ $labels.instance }} with another digest "
-                "than they were sent with, in 15 minutes. Each is sent once more; what breaks twice fails its request."
+                "{{ $value | humanize }} chunks arrived at rank {{ $labels.rank }} of {{ $labels.instance }} with a wrong digest "
+                "in 15 minutes. Each is resent once; a second error fails the request."
             ),
         ),
         Alert(
-            name="KvferryChunksBreakOften",
+            name="KvferryDigestErrorRateHigh",
             severity=CRITICAL,
             expr="rate(kvferry_broken_chunks_total[5m]) / rate(kvferry_chunks_total[5m]) > 0.01",
             lasts="2m",
-            summary="Much KV arrives broken on rank {{ $labels.rank }} of {{ $labels.instance }}.",
+            summary="Many chunks arrive with a wrong digest on rank {{ $labels.rank }} of {{ $labels.instance }}.",
             description=(
-                "{{ $value | humanizePercentage }} of the chunks that come to rank {{ $labels.rank }} of {{ $labels.instance }} "
-                "have another digest than they were sent with. Requests fail with DATA_LOSS."
+                "{{ $value | humanizePercentage }} of the chunks that arrive at rank {{ $labels.rank }} of {{ $labels.instance "
+                "}} have a wrong digest. Requests fail with DATA_LOSS."
             ),
         ),
     ),
@@ -284,10 +282,10 @@ REQUESTS: Final = Group(
                 "and min_over_time(kvferry_queued_requests[5m]) > 0"
             ),
             lasts="5m",
-            summary="Requests pile up on {{ $labels.role }} node {{ $labels.instance }}.",
+            summary="The queue of {{ $labels.role }} node {{ $labels.instance }} grows.",
             description=(
-                "{{ $value | humanize }} requests wait on the {{ $labels.role }} node {{ $labels.instance }}: half as many again "
-                "as 10 minutes ago, or more than half of limits.max_queued_requests, at which it refuses more."
+                "{{ $value | humanize }} requests wait on the {{ $labels.role }} node {{ $labels.instance }}: 50 % more than 10 "
+                "minutes ago, or more than half of limits.max_queued_requests, above which requests are refused."
             ),
         ),
         Alert(
@@ -301,12 +299,12 @@ REQUESTS: Final = Group(
             lasts="5m",
             summary="{{ $labels.role }} node {{ $labels.instance }} refuses {{ $value | humanizePercentage }} of its requests.",
             description=(
-                "{{ $value | humanizePercentage }} of the requests to the {{ $labels.role }} node {{ $labels.instance }} are "
-                "turned away: it has no room, does not serve now, or they can never be served."
+                "The {{ $labels.role }} node {{ $labels.instance }} refuses {{ $value | humanizePercentage }} of its requests. "
+                "It has no room, is not ready, or the requests exceed its limits."
             ),
         ),
         Alert(
-            name="KvferryRequestsFail",
+            name="KvferryRequestsFailing",
             severity=CRITICAL,
             expr=(
                 '(sum by (job, role, instance) (rate(kvferry_requests_total{outcome="failed"}[5m])) / '
@@ -317,7 +315,7 @@ REQUESTS: Final = Group(
             summary="{{ $value | humanizePercentage }} of the requests of {{ $labels.role }} node {{ $labels.instance }} fail.",
             description=(
                 "{{ $value | humanizePercentage }} of the requests of the {{ $labels.role }} node {{ $labels.instance }} end in "
-                "an error. On a decode node their clients see it; those of a prefill node may be tried on another one."
+                "an error. Clients of a decode node see it; a prefill node's requests can be retried on another node."
             ),
         ),
     ),
@@ -333,8 +331,8 @@ SECURITY: Final = Group(
             lasts="10m",
             summary="The certificate of {{ $labels.role }} node {{ $labels.instance }} expires within a day.",
             description=(
-                "The certificate that the {{ $labels.role }} node {{ $labels.instance }} uses is good for {{ $value | "
-                "humanizeDuration }} more. After that no new connection is made."
+                "The certificate of the {{ $labels.role }} node {{ $labels.instance }} is valid for {{ $value | humanizeDuration "
+                "}}. After that, no new connection is possible."
             ),
         ),
         Alert(
@@ -344,8 +342,8 @@ SECURITY: Final = Group(
             lasts="0m",
             summary="The certificate of {{ $labels.role }} node {{ $labels.instance }} expires within the hour, or has expired.",
             description=(
-                "The certificate that the {{ $labels.role }} node {{ $labels.instance }} uses is good for {{ $value | "
-                "humanizeDuration }} more. Then peers that restart cannot join, and clients cannot connect."
+                "The certificate of the {{ $labels.role }} node {{ $labels.instance }} is valid for {{ $value | humanizeDuration "
+                "}}. After that, peers that restart cannot join, and clients cannot connect."
             ),
         ),
         Alert(
@@ -355,19 +353,19 @@ SECURITY: Final = Group(
             lasts="5m",
             summary="{{ $labels.role }} node {{ $labels.instance }} cannot use its new certificate files.",
             description=(
-                "The certificate files of the {{ $labels.role }} node {{ $labels.instance }} have changed, and what is there now "
-                "cannot be used. It goes on with the certificate that it had, until that expires."
+                "The certificate files of the {{ $labels.role }} node {{ $labels.instance }} changed, and the new content cannot "
+                "be used. The node keeps the old certificate until it expires."
             ),
         ),
         Alert(
-            name="KvferryStrangersKnock",
+            name="KvferryUnknownConnections",
             severity=WARNING,
             expr="sum by (job, role, instance) (rate(kvferry_refused_connections_total[5m])) > 0",
             lasts="15m",
-            summary="Somebody without a key connects to control ports of {{ $labels.instance }}.",
+            summary="Unknown clients connect to control ports of {{ $labels.instance }}.",
             description=(
                 "{{ $value | humanize }} connections a second to control ports of the {{ $labels.role }} node {{ "
-                "$labels.instance }} showed no key of an attached writer, for 15 minutes. They were refused."
+                "$labels.instance }} had no key of an attached writer, for 15 minutes. They were refused."
             ),
         ),
     ),
@@ -410,7 +408,7 @@ MEMORY: Final = Group(
             ),
         ),
         Alert(
-            name="KvferryMemoryNotAsPlanned",
+            name="KvferryMemoryAbovePlan",
             severity=WARNING,
             expr=(
                 "(kvferry_memory_real_bytes / kvferry_memory_planned_bytes > 1.1) and "
@@ -419,9 +417,8 @@ MEMORY: Final = Group(
             lasts="10m",
             summary="Line {{ $labels.line }} of rank {{ $labels.rank }} of {{ $labels.instance }} takes more than planned.",
             description=(
-                "Line {{ $labels.line }} of the memory plan came to {{ $value | humanizePercentage }} of what was planned, on "
-                "rank {{ $labels.rank }} of the {{ $labels.role }} node {{ $labels.instance }}. What the plan keeps free is "
-                "smaller by that."
+                "Line {{ $labels.line }} of the memory plan takes {{ $value | humanizePercentage }} of its plan on rank {{ "
+                "$labels.rank }} of the {{ $labels.role }} node {{ $labels.instance }}. The reserve is smaller by the difference."
             ),
         ),
         Alert(
@@ -429,10 +426,10 @@ MEMORY: Final = Group(
             severity=WARNING,
             expr='sum by (job, role, instance, direction) (kvferry_store_circuit{state!="closed"}) > 0',
             lasts="5m",
-            summary="{{ $labels.role }} node {{ $labels.instance }} leaves its store alone ({{ $labels.direction }}).",
+            summary="{{ $labels.role }} node {{ $labels.instance }} does not use its store ({{ $labels.direction }}).",
             description=(
-                "{{ $value }} processes of the {{ $labels.role }} node {{ $labels.instance }} have left the store alone for 5 "
-                "minutes ({{ $labels.direction }}): it fails, or hangs. Requests go on without it, and compute what it has."
+                "{{ $value }} processes of the {{ $labels.role }} node {{ $labels.instance }} have not used the store for 5 "
+                "minutes ({{ $labels.direction }}), because it fails or hangs. Requests continue and compute the missing KV."
             ),
         ),
     ),

@@ -33,7 +33,7 @@ _PLAN: Final = Row(
             title="Real, of what was planned",
             description=(
                 "What each line came to where it was measured, of its plan, on the rank that is furthest above it. Above 110 % "
-                "and by more than 256 MiB: the alert KvferryMemoryNotAsPlanned; lower memory.static_fraction by that much. Well "
+                "and by more than 256 MiB: the alert KvferryMemoryAbovePlan; lower memory.static_fraction by that much. Well "
                 "below 100 %: there is room for a larger pool."
             ),
             unit=Unit.SHARE,
@@ -183,7 +183,7 @@ _RING: Final = Row(
             description=(
                 "Bytes that the writer of an ended transfer may still write, of the ring. Above zero for an instant after "
                 "aborts. What stays is a writer that is frozen or cut off: end that prefill node (the runbook of "
-                "KvferryQuarantineStays)."
+                "KvferryQuarantineStuck)."
             ),
             unit=Unit.SHARE,
             lines=(

@@ -40,7 +40,7 @@ _NODE: Final = Row(
             title="Time since the node started",
             description=(
                 "Of its process. It falls to zero with each start; a saw is a node that ends again and again, and its last log "
-                "line says why: the runbook of KvferryNodeKeepsStarting."
+                "line says why: the runbook of KvferryNodeCrashLooping."
             ),
             unit=Unit.SECONDS,
             lines=(Line(expr=f"max by (instance) (time() - {selector('kvferry_start_time_seconds')})", legend="{{instance}}"),),
@@ -179,7 +179,7 @@ _RANKS: Final = Row(
             title="Sessions",
             description=(
                 "Open sessions with ranks of the other tier, and those that have ended but whose writer may still write. Ending "
-                "ones that stay keep bytes in quarantine: the runbook of KvferryQuarantineStays."
+                "ones that stay keep bytes in quarantine: the runbook of KvferryQuarantineStuck."
             ),
             unit=Unit.NUMBER,
             lines=(
@@ -284,7 +284,7 @@ _PROCESSES: Final = Row(
             title="Longest turns of the event loops",
             description=(
                 "99.9th percentile of the turns of the event loops of a node's leader and ranks. Heartbeats and transfers of a "
-                "process wait during a turn. If above 0.25 s, see the runbook of KvferryLoopTurnsLong."
+                "process wait during a turn. If above 0.25 s, see the runbook of KvferryEventLoopStalls."
             ),
             unit=Unit.SECONDS,
             lines=(Line(expr=quantile(0.999, "kvferry_loop_turn_seconds", "instance"), legend="{{instance}}"),),

@@ -60,7 +60,7 @@ _AT_A_GLANCE: Final = Row(
             title="Requests failed or refused",
             description=(
                 "Share of the requests that decode nodes have ended, those that clients gave up left out. Above zero for "
-                "minutes: the alerts KvferryRequestsFail and KvferryRequestsRefused tell them apart."
+                "minutes: the alerts KvferryRequestsFailing and KvferryRequestsRefused tell them apart."
             ),
             unit=Unit.SHARE,
             lines=(

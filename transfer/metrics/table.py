@@ -73,7 +73,7 @@ LOOP_METRICS: Final = (
         "Wall-clock seconds of a turn of the event loop, counted since the process was first ready. The loop sends and notices no"
         " heartbeat during a turn. An engine that hosts both sides in one process has one loop, which both roles report.",
         buckets=TURN_BUCKETS_S,
-        advice="Turns above 0.25: loop_turn_long in the process's log names the longest event. See KvferryLoopTurnsLong in"
+        advice="Turns above 0.25: loop_turn_long in the process's log names the longest event. See KvferryEventLoopStalls in"
         " docs/runbooks.md.",
     ),
 )

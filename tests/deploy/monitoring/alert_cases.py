@@ -137,21 +137,21 @@ CASES: Final[Mapping[str, tuple[Case, ...]]] = {
              _one("node_state", "0x30", state="ready"), "16m", Fires(OF_DECODE | {"state": "ready"})),
         Case("a node drains, ends and starts again", _one("node_state", "1x5 0x10 1x10", state="ready"), "20m"),
     ),
-    "KvferryNodeKeepsStarting": (
+    "KvferryNodeCrashLooping": (
         Case("a node starts for a minute, ends, and is absent for a minute",
              _one("start_time_seconds", "0 _ 120 _ 240 _ 360 _ 480 _ 600 _ 720"), "7m", Fires(OF_DECODE, "3")),
         Case("three starts in two hours", _one("start_time_seconds", "0x19 2400x39 4800x39 7200x39"), "125m"),
     ),
-    "KvferryRanksRestart": (
+    "KvferryRanksRestarted": (
         Case("a restart of the ranks, after two old restarts",
              _one("rank_restarts", "2x40 3x10"), "45m", Fires(OF_DECODE, "1")),
         Case("two old restarts; the node itself restarts", _one("rank_restarts", "2x40 0x10"), "45m"),
     ),
-    "KvferryRanksCrashOften": (
+    "KvferryRanksCrashLooping": (
         Case("a restart every five minutes", _one("rank_restarts", "0x5 1x5 2x5 3x5"), "20m", Fires(OF_DECODE, "3")),
         Case("two restarts in half an hour", _one("rank_restarts", "5x10 6x5 7x20"), "30m"),
     ),
-    "KvferryLoopTurnsLong": (
+    "KvferryEventLoopStalls": (
         Case("a rank whose loop blocks once a minute", _turns("100+61x30", "100+60x30"), "20m", Fires(OF_RANK, "10")),
         Case("a single pause of the machine", _turns("100+60x9 703+60x20", "100+60x9 700+60x20"), "12m"),
     ),
@@ -195,7 +195,7 @@ CASES: Final[Mapping[str, tuple[Case, ...]]] = {
         Case("each chunk takes half a minute to compute",
              _one("ring_watermark_stalled_seconds", "0 30 2 28 5 30 0 31 25 30 0 30", RANK), "9m"),
     ),
-    "KvferryQuarantineStays": (
+    "KvferryQuarantineStuck": (
         Case("a writer is frozen", _quarantine("0x2 150x30"), "20m", Fires(OF_RANK, "15%")),
         Case("writers of aborted requests drain at once",
              _quarantine("0 150 0 150 150 0 150 150 150 0 150 0 0 150 0 150 150 0 150 150 150"), "20m"),
@@ -217,11 +217,11 @@ CASES: Final[Mapping[str, tuple[Case, ...]]] = {
         Case("two links cannot have shared memory", _one("links_fallen_back", "0x3 2x20", RANK), "10m", Fires(OF_RANK, "2")),
         Case("all links use their best lane", _one("links_fallen_back", "0x20", RANK), "10m"),
     ),
-    "KvferryChunksBroken": (
+    "KvferryDigestErrors": (
         Case("two chunks arrive broken", _chunks("0x20 2x4", "0+1000x30"), "21m", Fires(OF_RANK, "2")),
         Case("no chunk is broken", _chunks("2x30", "0+1000x30"), "21m"),
     ),
-    "KvferryChunksBreakOften": (
+    "KvferryDigestErrorRateHigh": (
         Case("one chunk in fifty is broken", _chunks("0+20x30", "0+1000x30"), "10m", Fires(OF_RANK, "2%")),
         Case("one chunk in a thousand", _chunks("0+1x30", "0+1000x30"), "10m"),
         Case("no chunk arrives", _chunks("0x30", "0x30"), "10m"),
@@ -240,7 +240,7 @@ CASES: Final[Mapping[str, tuple[Case, ...]]] = {
         Case("a single request, which can never be served",
              _requests(done="0x30", refused="0x9 1x20", failed="0x30"), "14m"),
     ),
-    "KvferryRequestsFail": (
+    "KvferryRequestsFailing": (
         Case("one in ten fails", _requests(done="0+90x30", refused="0x30", failed="0+10x30"), "15m", Fires(OF_DECODE, "10%")),
         Case("few requests, one of which fails",
              _requests(done="0x5 1x5 2x20", refused="0x30", failed="0x9 1x20"), "14m"),
@@ -258,7 +258,7 @@ CASES: Final[Mapping[str, tuple[Case, ...]]] = {
              _one("certificate_stale", "0x5 1x20"), "12m", Fires(OF_DECODE)),
         Case("certificate and key are written a minute apart", _one("certificate_stale", "0x5 1 0x20"), "12m"),
     ),
-    "KvferryStrangersKnock": (
+    "KvferryUnknownConnections": (
         Case("a stranger connects to the ports of two ranks",
              {f'kvferry_refused_connections_total{{{DECODE}, rank="0"}}': "0+60x40",
               f"kvferry_refused_connections_total{{{RANK}}}": "0+60x40"},
@@ -281,7 +281,7 @@ CASES: Final[Mapping[str, tuple[Case, ...]]] = {
              _one("offload_host_full_total", "0x5 0+1x40"), "40m", Fires(OF_DECODE, "10")),
         Case("one burst", _one("offload_host_full_total", "0x5 8x40"), "40m"),
     ),
-    "KvferryMemoryNotAsPlanned": (
+    "KvferryMemoryAbovePlan": (
         Case("weights take a quarter more than planned, a gibibyte",
              _memory("4294967296x30", "5368709120x30"), "12m", Fires(OF_RANK | {"line": "weights"}, "125%")),
         Case("a small model takes a quarter more, a large one 5 % more",
