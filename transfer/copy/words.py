@@ -41,16 +41,20 @@ def offsets_of(columns):  # type: ignore[no-untyped-def]
 def words_of(elements, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORD_ELEMENTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """[ROWS, COLUMNS] consecutive elements as uint64 words [ROWS, COLUMNS // WORD_ELEMENTS].
 
-    A thread loads 16 bytes of consecutive elements, so most words are put together in the registers of one thread.
+    A thread loads 16 bytes of consecutive elements, so most words are put together in the registers of one thread. By way of
+    halves of 32 bits: it takes fewer instructions, and ptxas 12.8 crashes on what Triton 3.6 makes of eight shifted bytes.
     """
     if WORD_ELEMENTS == 1:
         words = elements.to(tl.uint64, bitcast=True)
     else:
         BITS: tl.constexpr = 64 // WORD_ELEMENTS
         TYPE: tl.constexpr = tl.uint32 if BITS == 32 else (tl.uint16 if BITS == 16 else tl.uint8)
-        parts = tl.reshape(elements.to(TYPE, bitcast=True), [ROWS, COLUMNS // WORD_ELEMENTS, WORD_ELEMENTS]).to(tl.uint64)
-        shifts = (tl.arange(0, WORD_ELEMENTS) * BITS).to(tl.uint64)
-        words = tl.sum(parts << shifts[None, None, :], axis=2)  # the parts of a word share no bit
+        parts = elements.to(TYPE, bitcast=True)
+        HALF: tl.constexpr = WORD_ELEMENTS // 2  # elements of half a word
+        shifts = (tl.arange(0, HALF) * BITS).to(tl.uint32)
+        parts = tl.reshape(parts, [ROWS, COLUMNS // WORD_ELEMENTS, 2, HALF]).to(tl.uint32)
+        halves = tl.sum(parts << shifts[None, None, None, :], axis=3)  # the parts of a word share no bit
+        words = tl.sum(halves.to(tl.uint64) << (tl.arange(0, 2) * 32).to(tl.uint64)[None, None, :], axis=2)
     return words
 
 
