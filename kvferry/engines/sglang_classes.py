@@ -10,7 +10,7 @@ import atexit
 import ctypes
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -24,9 +24,11 @@ from sglang.srt.disaggregation.base.conn import (
     BaseKVSender,
     KVTransferDestination,
     KVTransferMetric,
+    StateType,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 from sglang.srt.utils.network import NetworkAddress
 
@@ -35,16 +37,19 @@ from kvferry.engines.connector_leader import ConnectorLeader
 from kvferry.engines.connector_rank import ConnectorRank
 from kvferry.engines.model_identity import model_fields
 from kvferry.engines.sglang_bootstrap import BootstrapServer, PrefillLookups, PrefillRank, register_dp_rank, register_rank
-from kvferry.engines.sglang_layout import EngineCut, read_pool
+from kvferry.engines.sglang_layout import EngineCut, MorePages, Scales, SglangPool, StageLayers, read_pool
 from kvferry.engines.sglang_settings import sglang_settings
 from kvferry.engines.sglang_transfers import IncomingPrompt, OutgoingPrompt, Poll, SchedulerPrompts, pack_note, unpack_note
 from transfer.config import ConnectorConfig
 from transfer.engine_types import DeviceEvent
 from transfer.errors import ConfigError, TransferError
-from transfer.pool.kv_pool import PoolView
+from transfer.layer_groups import GroupKind
 
 MAX_TOKEN_ID: Final = 2**31
 """SGLang uses hash values as the tokens of images. kvferry only compares token ids."""
+
+GROUPS_OF_STATES: Final = {StateType.SWA: GroupKind.WINDOW, StateType.MAMBA: GroupKind.STATE}
+"""SGLang's pools beside that of full attention, which it calls states."""
 
 log = structlog.get_logger(__name__)
 
@@ -68,17 +73,18 @@ class KvferryManager(BaseKVManager):
         if queue is None:
             raise ConfigError("kvferry's plug-in did not see the scheduler's queue; SGLANG_PLUGINS must not leave it out")
         self.kv_args = args
-        _check_supported(args, server_args, queue.scheduler)
         is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
+        _check_supported(args, server_args, queue, is_prefill=is_prefill)
         pool = _read_pool(queue)
-        self.is_on_gpu = pool.device.type == "cuda"
+        self.is_on_gpu = pool.view.device.type == "cuda"
         meet_timeout_s = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
-        config = sglang_settings(os.environ, device=pool.device.type, meet_timeout_s=meet_timeout_s)
+        config = sglang_settings(os.environ, device=pool.view.device.type, meet_timeout_s=meet_timeout_s)
         rank, self._leader = _start(config, pool, PREFILL if is_prefill else DECODE, server_args, queue.scheduler)
         self.prompts = SchedulerPrompts(
             rank=rank,
             leader=self._leader,
-            page_size=pool.page_size,
+            groups=pool.view.groups,
+            page_size=pool.view.page_size,
             timeout_s=meet_timeout_s if is_prefill else envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get(),
         )
         self.rows = MetadataRows(queue.metadata_buffers)
@@ -91,7 +97,8 @@ class KvferryManager(BaseKVManager):
             host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
             self._bootstrap_url = NetworkAddress(host, get_disagg().disaggregation_bootstrap_port).to_url()
             self._telling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvferry-dp-rank")
-            self.register_to_bootstrap()
+            if parallel.pp_rank == 0:  # the leader is there, which knows the other stages
+                self.register_to_bootstrap()
         else:
             self.lookups = PrefillLookups()
             atexit.register(self.lookups.close)
@@ -113,6 +120,15 @@ class KvferryManager(BaseKVManager):
             address="" if self._leader is None else self._leader.address,
         )
         register_rank(self._bootstrap_url, rank)
+
+    def more_pages(self, state_indices: list[Any] | None) -> MorePages:
+        """Return a prompt's pages in pools beside that of full attention, by the kind of layers."""
+        if state_indices is None:
+            return {}
+        return {
+            GROUPS_OF_STATES[state]: np.asarray(pages).reshape(-1).tolist()
+            for state, pages in zip(self.kv_args.state_types, state_indices, strict=True)
+        }
 
     def tell_dp_rank(self, room: int) -> None:
         """Register this replica of a request at the engine's bootstrap server, on another thread, one call at a time."""
@@ -154,7 +170,7 @@ class KvferrySender(BaseKVSender):
         self._early_send_wait_event: DeviceEvent | None = None  # SGLang sets it
         parallel = get_parallel()
         is_free_to_choose = parallel.load_balance_method != "follow_bootstrap_room" and not req_has_disagg_prefill_dp_rank
-        if mgr.dp_size > 1 and is_free_to_choose and parallel.attn_tp_rank == 0:
+        if mgr.dp_size > 1 and is_free_to_choose and parallel.attn_tp_rank == parallel.pp_rank == 0:
             mgr.tell_dp_rank(bootstrap_room)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
@@ -163,7 +179,7 @@ class KvferrySender(BaseKVSender):
         self.prompt.begin(int(num_kv_indices), aux_index)
 
     def pop_decode_prefix_len(self) -> int:
-        return self.prompt.start_token
+        return self.prompt.wait_until_wanted()
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         return num_pages > 0 or last_chunk
@@ -175,10 +191,14 @@ class KvferrySender(BaseKVSender):
         if event is None and self.kv_mgr.is_on_gpu:
             event = torch.cuda.Event()
             event.record()
-        self.prompt.send(np.asarray(kv_indices).tolist(), num_kv_tokens, event)
+        self.prompt.send(np.asarray(kv_indices).tolist(), num_kv_tokens, event, self.kv_mgr.more_pages(state_indices))
 
     def poll(self) -> int:
         return self.prompt.poll()
+
+    def poll_pp_consensus(self) -> int:
+        """Return the state on the first pipeline stage, which decides for all stages."""
+        return self.poll()
 
     def get_transfer_metric(self) -> KVTransferMetric:
         return KVTransferMetric(transfer_total_bytes=self.prompt.num_pages_sent * sum(self.kv_mgr.kv_args.kv_item_lens))
@@ -235,7 +255,8 @@ class KvferryReceiver(BaseKVReceiver):
     ) -> None:
         """Fetch the KV into the pages that SGLang allocated."""
         assert aux_index is not None and destination == KVTransferDestination.DEVICE
-        self.prompt.bind(np.asarray(kv_indices).tolist(), aux_index, decode_prefix_len or 0)
+        more_pages = self.kv_mgr.more_pages(state_indices)
+        self.prompt.bind(np.asarray(kv_indices).tolist(), aux_index, decode_prefix_len or 0, more_pages)
 
     def poll(self) -> int:
         return self.prompt.poll()
@@ -313,62 +334,95 @@ class MetadataRows:
             ctypes.memmove(begin + index * size, row, size)
 
 
-def _check_supported(args: Any, server_args: Any, scheduler: Any) -> None:
+def _check_supported(args: Any, server_args: Any, queue: Any, *, is_prefill: bool) -> None:
     """Raise ConfigError for a setting of SGLang that kvferry does not support yet."""
     parallel, disagg = get_parallel(), get_disagg()
     for name, value, right in (
-        ("pp_size", parallel.pp_size, 1),
+        ("pp_size on the decode side", 1 if is_prefill else parallel.pp_size, 1),
         ("nnodes", parallel.nnodes, 1),
         ("attn_cp_size", parallel.attn_cp_size, 1),
         ("dcp_size", parallel.attn_dcp_size, 1),
         ("enable_kv_cache_sharding", bool(parallel.enable_kv_cache_sharding), False),
-        ("enable_hisparse", bool(getattr(scheduler, "enable_hisparse", False)), False),
+        ("enable_hisparse", bool(getattr(queue.scheduler, "enable_hisparse", False)), False),
         ("enable_pd_role_switch", bool(server_args.enable_pd_role_switch), False),
         ("disaggregation_decode_allocation_policy", disagg.disaggregation_decode_allocation_policy, "early"),
     ):
         if value != right:
             raise ConfigError(f"{name} is {value}; with --disaggregation-transfer-backend kvferry it must be {right}")
-    if args.state_types:
-        states = ", ".join(str(state.value) for state in args.state_types)
-        raise ConfigError(f"the model keeps {states} beside its KV, which cannot be moved yet; must be plain attention or MLA")
+    if others := ", ".join(state.value for state in args.state_types if state not in GROUPS_OF_STATES):
+        known = " and ".join(state.value for state in GROUPS_OF_STATES)
+        raise ConfigError(
+            f"{type(queue.token_to_kv_pool).__name__} keeps {others} beside its KV, which cannot be moved yet ({known} can); use "
+            "--disaggregation-transfer-backend mooncake or nixl"
+        )
 
 
-def _read_pool(queue: Any) -> PoolView:
-    parallel, model = get_parallel(), queue.scheduler.model_config
+def _read_pool(queue: Any) -> SglangPool:
+    parallel, scheduler = get_parallel(), queue.scheduler
+    model, draft = scheduler.model_config, _draft_runner(scheduler)
     cut = EngineCut(
         num_layers=model.num_hidden_layers,
         num_kv_heads=model.get_total_num_kv_heads(),
+        window_kv_heads=model.get_swa_num_kv_heads(1),
+        draft_kv_heads=0 if draft is None else draft.model_config.get_total_num_kv_heads(),
         tp_size=parallel.attn_tp_size,
         tp_rank=parallel.attn_tp_rank,
+        pp_size=parallel.pp_size,
+        pp_rank=parallel.pp_rank,
         dtype=str(model.dtype),
+        window_tokens=scheduler.sliding_window_size or 0,
+        scales=dict(_scales(scheduler.tp_worker.model_runner, 0)) | dict(_scales(draft, model.num_hidden_layers)),
     )
-    return read_pool(queue.token_to_kv_pool, cut, draft_pool=queue.draft_token_to_kv_pool)
+
+    def gather_stages(own: StageLayers) -> list[StageLayers]:
+        found: list[StageLayers] = parallel.pp_group.all_gather_object(own) if parallel.pp_size > 1 else [own]
+        return found
+
+    return read_pool(queue.token_to_kv_pool, cut, draft_pool=queue.draft_token_to_kv_pool, gather_stages=gather_stages)
+
+
+def _draft_runner(scheduler: Any) -> Any:
+    """Return the runner of speculative decoding's draft model; None if there is none, or another stage has it."""
+    worker = getattr(scheduler.draft_worker, "draft_worker", None)
+    runners = getattr(worker, "draft_runners", ())
+    return runners[0] if runners else getattr(worker, "model_runner", None)
+
+
+def _scales(runner: Any, first_layer: int) -> Iterator[tuple[int, Scales]]:
+    """Yield the scales of K and V of each attention layer of a model: a stored value times its scale is the computed value."""
+    for module in () if runner is None else runner.model.modules():
+        if isinstance(module, RadixAttention):
+            found = [getattr(module, f"{name}_scale_float", None) for name in "kv"]
+            yield first_layer + module.layer_id, (found[0] or 1.0, found[1] or 1.0)
 
 
 def _start(
-    config: ConnectorConfig, pool: PoolView, sides: Sides, server_args: Any, scheduler: Any
+    config: ConnectorConfig, pool: SglangPool, sides: Sides, server_args: Any, scheduler: Any
 ) -> tuple[ConnectorRank, ConnectorLeader | None]:
     """Start this rank's kvferry, and on the first rank the leader. The ranks of an instance call it together."""
-    parallel = get_parallel()
+    parallel, shard = get_parallel(), pool.view.shard
     changes = {
         "quantization": server_args.quantization,
         "json_model_override_args": server_args.json_model_override_args,
     }
-    instance = parallel.attn_tp_group.broadcast_object(f"sglang-{os.getpid()}-{secrets.token_hex(8)}", src=0)
+    instance = f"sglang-{os.getpid()}-{secrets.token_hex(8)}"
+    for group in (parallel.pp_group, parallel.attn_tp_group):  # from the first stage to all, then from each one's first rank
+        instance = group.broadcast_object(instance, src=0)
     engine = ConnectorEngine(
-        layout=pool.layout,
-        shard=pool.shard,
-        pool=pool,
+        layout=pool.view.layout,
+        shard=shard,
+        pool=pool.view,
         model_fields=model_fields(server_args.model_path, changes=changes),
         max_context_tokens=scheduler.model_config.context_len,
         vocab_size=MAX_TOKEN_ID,
         step_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
+        kv_scales=pool.kv_scales,
     )
-    rank = ConnectorRank(config, instance=instance, rank=pool.shard.tp_rank, sides=sides, engine=engine)
+    rank = ConnectorRank(config, instance=instance, rank=shard.rank, sides=sides, engine=engine)
     atexit.register(rank.close)
-    if pool.shard.tp_rank:
+    if shard.rank:
         return rank, None
-    leader = ConnectorLeader(config, instance=instance, num_ranks=pool.shard.tp_size, sides=sides)
+    leader = ConnectorLeader(config, instance=instance, num_ranks=shard.num_ranks, sides=sides)
     atexit.register(leader.close)
     leader.start()
     return rank, leader

@@ -1,27 +1,37 @@
 """Views of SGLang's KV pools: which tensors of a pool hold which layer, and whether they can be moved.
 
-SGLang gives a transfer backend pointers and lengths. This file reads the tensors from the attributes of the pool object, and
+SGLang gives a transfer backend pointers and lengths. This file reads the tensors from the attributes of the pool objects, and
 imports nothing of SGLang. It knows a pool by the name of its class. A pool of another class is rejected. A subclass may store its
 bytes in another way (packed, swizzled, spread over ranks) under the same attributes.
+
+The layers of a `KVLayout` made here are those of SGLang's pools: the model's layers in their order, then those of a draft model.
+A recurrent layer is several of them, one for each part of its state that is sharded by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from torch import Tensor
 
 from transfer.errors import LayoutError
-from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
+from transfer.layer_groups import NO_PAGE, GroupKind, LayerGroup, layer_groups
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.pool.kv_pool import TORCH_DTYPES, LayerBuffers, PoolView
 
-MOVABLE_POOLS: Final = ("MHATokenToKVPool", "MLATokenToKVPool")
-"""Classes of SGLang whose tensors are ``[slots, heads, elements]`` for each layer."""
+MOVABLE_POOLS: Final = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool", "HybridLinearKVPool")
+"""Classes of SGLang that are known. The last two consist of pools of the first two and, for recurrent layers, a `MambaPool`."""
 
-MOVABLE_DTYPES: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
-"""Element types without scales. SGLang stores the scales of 8-bit KV in the model's layers, where they are not read."""
+MOVABLE_DTYPES: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3)
+
+PADDING_PAGE: Final = 0
+"""SGLang writes what it needs nowhere to this page of each pool."""
+
+Scales = tuple[float, float]
+MorePages = Mapping[GroupKind, Sequence[int]]
+"""Pages of a whole prompt in pools beside that of full attention: the last pages for windows, the slot for states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,98 +39,307 @@ class EngineCut:
     """The model, and how SGLang shards it.
 
     Args:
-        num_layers, num_kv_heads: Of the whole model; the heads have no effect for MLA.
+        num_layers: Layers of the whole model.
+        num_kv_heads, window_kv_heads, draft_kv_heads: Heads of the whole model, of its layers with a window, and of the draft
+            model; they have no effect for MLA.
         tp_size, tp_rank: Of attention; with attention data parallelism these are not SGLang's own tp_size and tp_rank.
+        pp_size, pp_rank: Pipeline stages.
         dtype: Element type in which the model computes, by torch's name.
+        window_tokens: Tokens that SGLang keeps of layers with a sliding window (its ``sliding_window_size``).
+        scales: Scales of K and V of 8-bit floats by layer of the model; 1.0 for other layers.
     """
 
     num_layers: int
     num_kv_heads: int
+    window_kv_heads: int = 0
+    draft_kv_heads: int = 0
     tp_size: int
     tp_rank: int
+    pp_size: int = 1
+    pp_rank: int = 0
     dtype: str
+    window_tokens: int = 0
+    scales: Mapping[int, Scales] | None = None
 
 
-def read_pool(pool: Any, cut: EngineCut, *, draft_pool: Any = None) -> PoolView:
-    """Return a view of SGLang's pool. Nothing is copied.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayers:
+    """The layers of one pipeline stage, as the other stages must know them."""
+
+    specs: tuple[LayerSpec, ...]
+    scales: tuple[Scales, ...]
+    num_pages: tuple[int, ...]  # by layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangPool:
+    """Views of one scheduler's pools.
+
+    Args:
+        kv_scales: Scales of K and V for each layer, for 8-bit floats; otherwise empty.
+    """
+
+    view: PoolView
+    kv_scales: tuple[Scales, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Layer:
+    name: str
+    spec: LayerSpec
+    buffers: LayerBuffers
+    scales: Scales = (1.0, 1.0)
+
+
+def read_pool(
+    pool: Any,
+    cut: EngineCut,
+    *,
+    draft_pool: Any = None,
+    gather_stages: Callable[[StageLayers], Sequence[StageLayers]] = lambda own: [own],
+) -> SglangPool:
+    """Return views of SGLang's pools. Nothing is copied.
 
     Args:
         pool: KV cache of the scheduler's allocator.
         draft_pool: KV cache of speculative decoding's draft model.
+        gather_stages: Returns the layers of every pipeline stage, in order. All stages call it together.
 
     Raises:
         LayoutError: A layer cannot be moved; the message names it.
     """
-    kind = type(pool).__name__
-    if kind not in MOVABLE_POOLS:
-        _refuse(pool, kind)
+    order = _order(pool)
+    layers = list(_layers(pool, cut, order))
     if draft_pool is not None:
-        raise LayoutError(
-            f"layer 0 of the draft model ({type(draft_pool).__name__}) cannot be moved; must be without speculation"
-        )
-    if pool.start_layer != 0 or pool.layer_num != cut.num_layers:
-        raise LayoutError(
-            f"the pool has layers [{pool.start_layer}, {pool.start_layer + pool.layer_num}); "
-            f"must be all {cut.num_layers} of the model"
-        )
-    element = _element(pool)
-    if kind == "MLATokenToKVPool":
-        spec = LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=pool.kv_lora_rank + pool.qk_rope_head_dim, v_head_dim=0)
-        pairs = [(k, None) for k in pool.kv_buffer]
-    else:
-        if pool.kv_cache_layout != "nhd":
-            raise LayoutError(f"layer 0 is stored as {pool.kv_cache_layout}, which cannot be moved yet; must be nhd")
-        spec = LayerSpec(num_kv_heads=cut.num_kv_heads, k_head_dim=pool.head_dim, v_head_dim=pool.v_head_dim)
-        pairs = list(zip(pool.k_buffer, pool.v_buffer, strict=True))
-    layout = KVLayout(layers=(spec,) * cut.num_layers, dtype=_dtype(cut.dtype, "the model computes in"))
-    shard = Shard(tp_size=cut.tp_size, tp_rank=cut.tp_rank, page_size=pool.page_size, dtype=element)
-    heads = len(shard.heads(spec.num_kv_heads))
-    buffers = [
-        LayerBuffers(
-            k=_paged(k, shard.page_size, (heads, spec.k_head_dim), f"k of layer {layer}"),
-            v=None if v is None else _paged(v, shard.page_size, (heads, spec.v_head_dim), f"v of layer {layer}"),
-        )
-        for layer, (k, v) in enumerate(pairs)
-    ]
-    return PoolView(layout=layout, shard=shard, buffers=buffers)
+        layers += _draft_layers(draft_pool, cut, order)
+    element = _element_of(layers)
+    own = StageLayers(
+        specs=tuple(layer.spec for layer in layers),
+        scales=tuple(layer.scales for layer in layers),
+        num_pages=tuple(len(layer.buffers.k) for layer in layers),
+    )
+    stages = list(gather_stages(own))
+    layout = KVLayout(layers=sum((stage.specs for stage in stages), ()), dtype=_dtype(cut.dtype, "the model computes in"))
+    shard = Shard(
+        tp_size=cut.tp_size,
+        tp_rank=cut.tp_rank,
+        pp_size=cut.pp_size,
+        pp_rank=cut.pp_rank,
+        page_size=pool.page_size,
+        dtype=element,
+        order=order,
+        stage_layers=tuple(len(stage.specs) for stage in stages) if cut.pp_size > 1 else None,
+    )
+    groups = tuple(_groups(layout))
+    pages = sum((stage.num_pages for stage in stages), ())
+    view = PoolView(
+        layout=layout,
+        shard=shard,
+        buffers=[layer.buffers for layer in layers],
+        groups=groups,
+        num_pages=[pages[group.layers[0]] for group in groups],
+    )
+    kv_scales = sum((stage.scales for stage in stages), ()) if element is DType.FLOAT8_E4M3 else ()
+    return SglangPool(view=view, kv_scales=kv_scales)
 
 
-def page_table(pages: Sequence[int], *, start_token: int, page_size: int) -> tuple[int, ...]:
-    """Return the page table of a whole prompt from the pages that hold it from `start_token` on.
+def page_tables(
+    groups: Sequence[LayerGroup],
+    pages: Sequence[int],
+    more_pages: MorePages,
+    *,
+    start_token: int,
+    num_tokens: int,
+    page_size: int,
+) -> tuple[tuple[int, ...], ...]:
+    """Return a prompt's page table in each group, from token 0 on.
 
-    The entries before it name page 0, SGLang's page for padding. They are neither read nor written.
+    Args:
+        pages: Pages of full attention, from `start_token` on.
+        more_pages: Empty as long as no token of a window and no state travels.
+        num_tokens: Of the whole prompt.
 
     Raises:
-        LayoutError: `start_token` does not begin a page.
+        LayoutError: `start_token` does not begin a page, or there are more pages than the prompt has.
     """
     if start_token % page_size:
         raise LayoutError(f"start_token is {start_token}; must be a multiple of the pool's page_size, {page_size}")
-    return (*(0,) * (start_token // page_size), *(int(page) for page in pages))
+    tables: list[tuple[int, ...]] = []
+    for group in groups:
+        if group.kind is GroupKind.FULL:
+            tables.append((*(NO_PAGE,) * (start_token // page_size), *map(int, pages)))
+            continue
+        last = tuple(map(int, more_pages.get(group.kind, ())))
+        num_passed = group.num_pages(num_tokens, page_size) - len(last)
+        if num_passed < 0:
+            raise LayoutError(f"SGLang has {len(last)} pages of {group.name} for {num_tokens} tokens, in pages of {page_size}")
+        tables.append((*(NO_PAGE,) * num_passed, *last) if last else ())
+    return tuple(tables)
 
 
-def _refuse(pool: Any, kind: str) -> NoReturn:
-    """Name the first layer that cannot be moved, and why."""
-    layers: dict[int, Any] = getattr(pool, "layers_mapping", None) or {}
-    windows = sorted(layer for layer, place in layers.items() if place[1])
-    if windows:
-        raise LayoutError(f"layer {windows[0]} has a sliding window in a pool of its own ({kind}), which cannot be moved yet")
-    attention: dict[int, int] | None = getattr(pool, "full_attention_layer_id_mapping", None)
-    if attention is not None:
-        states = [layer for layer in range(max(attention, default=-1) + 2) if layer not in attention]
-        raise LayoutError(f"layer {states[0]} keeps a state and no KV ({kind}), which cannot be moved yet")
-    raise LayoutError(
-        f"layer 0 is in a pool of class {kind}, which cannot be moved yet; must be one of {', '.join(MOVABLE_POOLS)}"
-    )
+def _order(pool: Any) -> TokenOrder:
+    """Return the order of dimensions in pages, the same in all parts of the pool."""
+    parts: list[Any] = [pool, *(getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool"))]
+    layouts = {part.kv_cache_layout for part in parts if hasattr(part, "kv_cache_layout")} or {"nhd"}
+    if layouts not in ({"nhd"}, {"hnd"}):
+        raise LayoutError(f"layer 0 is stored as {' and '.join(sorted(layouts))}, which cannot be moved yet; must be nhd or hnd")
+    return TokenOrder(layouts.pop().upper())
 
 
-def _element(pool: Any) -> DType:
-    element = _dtype(str(pool.dtype), "layer 0 is stored as")
-    if element not in MOVABLE_DTYPES or pool.store_dtype is not TORCH_DTYPES[element]:
+def _layers(pool: Any, cut: EngineCut, order: TokenOrder) -> Iterator[_Layer]:
+    """Yield the layers of this stage that keep something, in the model's order."""
+    kind = type(pool).__name__
+    if kind == "SWAKVPool":
+        yield from _window_layers(pool, cut, order)
+    elif kind == "HybridLinearKVPool":
+        yield from _hybrid_layers(pool, cut, order)
+    elif kind in MOVABLE_POOLS:
+        end = pool.start_layer + pool.layer_num
+        if cut.pp_size == 1 and (pool.start_layer, end) != (0, cut.num_layers):
+            raise LayoutError(f"the pool has layers [{pool.start_layer}, {end}); must be all {cut.num_layers} of the model")
+        for index in range(pool.layer_num):
+            yield _attention(pool, index, cut, order, layer=pool.start_layer + index, num_heads=cut.num_kv_heads)
+    else:
         raise LayoutError(
-            f"layer 0 is stored as {pool.dtype} (in {pool.store_dtype}), which cannot be moved yet; "
-            f"must be one of {', '.join(MOVABLE_DTYPES)}"
+            f"layer 0 is in a pool of class {kind}, which cannot be moved yet; must be one of {', '.join(MOVABLE_POOLS)}"
         )
-    return element
+
+
+def _window_layers(pool: Any, cut: EngineCut, order: TokenOrder) -> Iterator[_Layer]:
+    for layer, (index, is_window) in sorted(pool.layers_mapping.items()):
+        if not is_window:
+            yield _attention(pool.full_kv_pool, index, cut, order, layer=layer, num_heads=cut.num_kv_heads)
+            continue
+        found = _attention(pool.swa_kv_pool, index, cut, order, layer=layer, num_heads=cut.window_kv_heads)
+        if found.spec.kind is not LayerKind.ATTENTION or cut.window_tokens < 1:
+            raise LayoutError(f"layer {layer} keeps a window of latents, or of unknown size, which cannot be moved yet")
+        yield replace(found, spec=replace(found.spec, kind=LayerKind.SLIDING_WINDOW, window_tokens=cut.window_tokens))
+
+
+def _hybrid_layers(pool: Any, cut: EngineCut, order: TokenOrder) -> Iterator[_Layer]:
+    attention: Mapping[int, int] = pool.full_attention_layer_id_mapping
+    states: dict[int, int] = {layer: index for index, layer in enumerate(pool.mamba_pool.mamba_layer_ids)}
+    for layer in sorted({*attention, *states}):
+        if layer in attention:
+            yield _attention(pool.full_kv_pool, attention[layer], cut, order, layer=layer, num_heads=cut.num_kv_heads)
+        if layer in states:
+            yield from _state(pool.mamba_pool, states[layer], cut, layer=layer)
+
+
+def _draft_layers(pool: Any, cut: EngineCut, order: TokenOrder) -> Iterator[_Layer]:
+    """Yield the layers of a draft model. SGLang gives them the pages of the model's own full attention."""
+    kind = type(pool).__name__
+    if kind not in ("MHATokenToKVPool", "MLATokenToKVPool"):
+        raise LayoutError(
+            f"layer 0 of the draft model is in a pool of class {kind}, which cannot be moved yet; must be MHATokenToKVPool or "
+            "MLATokenToKVPool, or SGLang without speculative decoding"
+        )
+    if getattr(pool, "kv_cache_layout", "nhd") != order.lower():
+        raise LayoutError(f"the draft model is stored as {pool.kv_cache_layout}, the model as {order.lower()}; must be alike")
+    for index in range(pool.layer_num):
+        yield _attention(pool, index, cut, order, layer=cut.num_layers + index, num_heads=cut.draft_kv_heads)
+
+
+def _attention(pool: Any, index: int, cut: EngineCut, order: TokenOrder, *, layer: int, num_heads: int) -> _Layer:
+    """Return a layer of K and V, or of latents."""
+    kind, name = type(pool).__name__, f"layer {layer}"
+    element = _dtype(str(pool.dtype), f"{name} is stored as")
+    is_own_dtype = pool.store_dtype is TORCH_DTYPES[element] or element is DType.FLOAT8_E4M3
+    if element not in MOVABLE_DTYPES or not is_own_dtype or getattr(pool, "is_quantized_kv_cache", False):
+        raise LayoutError(
+            f"{name} is stored as {pool.dtype} (in {pool.store_dtype}), which cannot be moved yet; "
+            f"must be one of {', '.join(MOVABLE_DTYPES)} without scales of its own"
+        )
+    if kind == "MLATokenToKVPool":
+        spec = LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=pool.kv_lora_rank + pool.qk_rope_head_dim, v_head_dim=0)
+        k, v = pool.kv_buffer[index], None
+    elif kind == "MHATokenToKVPool":
+        spec = LayerSpec(num_kv_heads=num_heads, k_head_dim=pool.head_dim, v_head_dim=pool.v_head_dim)
+        k, v = pool.k_buffer[index], pool.v_buffer[index]
+    else:
+        raise LayoutError(f"{name} is in a pool of class {kind}, which cannot be moved yet; must be MHATokenToKVPool")
+    heads = len(Shard(tp_size=cut.tp_size, tp_rank=cut.tp_rank).heads(spec.num_kv_heads))
+    buffers = LayerBuffers(
+        k=_paged(k, pool.page_size, heads, spec.k_head_dim, order, element, f"k of {name}"),
+        v=None if v is None else _paged(v, pool.page_size, heads, spec.v_head_dim, order, element, f"v of {name}"),
+    )
+    return _Layer(name=name, spec=spec, buffers=buffers, scales=(cut.scales or {}).get(layer, (1.0, 1.0)))
+
+
+def _state(pool: Any, index: int, cut: EngineCut, *, layer: int) -> Iterator[_Layer]:
+    """Yield the parts of a recurrent layer's state: the last inputs of each convolution, and the state of the recurrence."""
+    cache = pool.mamba_cache
+    convolutions = [state for state in cache.conv if state.numel()]
+    recurrences = [cache.temporal] if cache.temporal.numel() else []
+    num_parts = len(pool.get_contiguous_buf_infos()[0])
+    if num_parts != (len(convolutions) + len(recurrences)) * len(pool.mamba_layer_ids):
+        raise LayoutError(
+            f"layer {layer} keeps more than the states of convolutions and of a recurrence, which cannot be moved yet"
+        )
+    for state in convolutions:
+        yield from _convolution(state[index], pool, cut, layer)
+    for state in recurrences:
+        name = f"state of layer {layer}"
+        yield _part(_joined(state[index], 2, name), cut, name)
+
+
+def _convolution(state: Tensor, pool: Any, cut: EngineCut, layer: int) -> Iterator[_Layer]:
+    """Yield the blocks of a convolution's channels that are sharded by themselves. A channel counts as a head."""
+    name = f"convolution of layer {layer}"
+    if getattr(pool, "conv_slice_axis", 0) != 0 or state.dim() != 3:
+        raise LayoutError(f"{name} is {tuple(state.shape)}; cannot be moved yet unless it is [slots, channels, tokens]")
+    blocks = pool.conv_shard_groups
+    if blocks is None:
+        # SGLang does not tell how the channels are sharded, so ranks must have the same ones on both sides.
+        yield _part(_joined(state, 1, name).unsqueeze(1), cut, name)
+        return
+    sizes = [block // cut.tp_size for block in blocks]
+    if sum(sizes) != state.shape[1] or any(block % cut.tp_size for block in blocks):
+        raise LayoutError(f"{name} has {state.shape[1]} channels on each of {cut.tp_size} ranks; the model has {blocks}")
+    for block in state.split(sizes, dim=1):
+        yield _part(block, cut, name)
+
+
+def _joined(state: Tensor, first_dim: int, name: str) -> Tensor:
+    """Join the dimensions from `first_dim` on, without a copy."""
+    try:
+        return state.view(*state.shape[:first_dim], -1)
+    except RuntimeError:
+        raise LayoutError(f"{name} has strides {state.stride()}; the elements of a head must be adjacent") from None
+
+
+def _part(state: Tensor, cut: EngineCut, name: str) -> _Layer:
+    """Return a part of a state, [slots, heads, elements]."""
+    heads, elements = state.shape[1:]
+    spec = LayerSpec(
+        kind=LayerKind.RECURRENT_STATE,
+        num_kv_heads=heads * cut.tp_size,
+        k_head_dim=elements,
+        v_head_dim=0,
+        dtype=_dtype(str(state.dtype), f"{name} is stored as"),
+    )
+    return _Layer(name=name, spec=spec, buffers=LayerBuffers(k=state.unsqueeze(1), v=None))
+
+
+def _element_of(layers: Sequence[_Layer]) -> DType:
+    found: dict[Any, _Layer] = {}
+    for layer in layers:
+        if layer.spec.dtype is None:
+            found.setdefault(layer.buffers.k.dtype, layer)
+    if len(found) != 1:
+        named = ", ".join(f"{layer.name} in {dtype}" for dtype, layer in found.items())
+        raise LayoutError(f"layers are stored in {len(found)} element types ({named or 'no attention layer'}); must be one")
+    return _dtype(str(next(iter(found))), "the pool is stored as")
+
+
+def _groups(layout: KVLayout) -> Iterator[LayerGroup]:
+    """Yield the layers of each page table. States of different element types cannot share pages."""
+    for group in layer_groups(layout):
+        by_dtype: dict[DType | None, list[int]] = {}
+        for layer in group.layers:
+            by_dtype.setdefault(layout.layers[layer].dtype, []).append(layer)
+        for layers in by_dtype.values():
+            yield replace(group, layers=tuple(layers))
 
 
 def _dtype(name: str, of_what: str) -> DType:
@@ -130,13 +349,19 @@ def _dtype(name: str, of_what: str) -> DType:
     return DType(name)
 
 
-def _paged(tensor: Tensor, page_size: int, shape: tuple[int, int], name: str) -> Tensor:
-    """View ``[slots, heads, elements]`` as ``[pages, page_size, heads, elements]``.
+def _paged(tensor: Tensor, page_size: int, heads: int, dim: int, order: TokenOrder, element: DType, name: str) -> Tensor:
+    """View a layer as pages: NHD ``[slots, heads, elements]``, or HND ``[pages, heads, page_size, elements]``.
 
     SGLang has one page more than it allocates. It never allocates the slots at the end that make no whole page.
     """
-    if tensor.dim() != 3 or tuple(tensor.shape[1:]) != shape:
-        raise LayoutError(f"{name} is {tuple(tensor.shape)}; must be [slots, {shape[0]}, {shape[1]}]")
+    shape = (heads, dim) if order is TokenOrder.NHD else (heads, page_size, dim)
+    if tuple(tensor.shape[1:]) != shape:
+        first = "slots" if order is TokenOrder.NHD else "pages"
+        raise LayoutError(f"{name} is {tuple(tensor.shape)}; must be [{', '.join((first, *map(str, shape)))}]")
+    if element is DType.FLOAT8_E4M3:
+        tensor = tensor.view(TORCH_DTYPES[element])  # SGLang keeps 8-bit floats as uint8
+    if order is TokenOrder.HND:
+        return tensor
     num_pages = tensor.shape[0] // page_size
     pages: Tensor = tensor[: num_pages * page_size].unflatten(0, (num_pages, page_size))
     return pages

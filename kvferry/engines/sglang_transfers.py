@@ -17,13 +17,16 @@ from typing import ClassVar, Final
 
 from kvferry.engines.connector_leader import ConnectorLeader
 from kvferry.engines.connector_rank import ConnectorRank
-from kvferry.engines.sglang_layout import page_table
+from kvferry.engines.sglang_layout import PADDING_PAGE, MorePages, page_tables
 from transfer.connector.incoming_rank import Settled
 from transfer.connector.outgoing_rank import Free, GivenUp, TransferEvent, Wanted
 from transfer.engine_types import DeviceEvent
 from transfer.errors import IntegrityError, TransferError
+from transfer.layer_groups import GroupKind, LayerGroup
 
 ABORTED: Final = "the engine gave the request up"
+STAGE_WAIT_S: Final = 5.0
+"""Longest wait of a later pipeline stage for the leader's message about a prompt that the first stage has started."""
 
 
 class Poll(IntEnum):
@@ -74,6 +77,7 @@ class SchedulerPrompts:
     Args:
         rank: This scheduler's kvferry.
         leader: The instance's; None on the other ranks.
+        groups: Groups of layers of the pool.
         page_size: Tokens of a page of the pool.
         timeout_s: Longest wait of a prompt: for a decode engine that asks for it, or for its KV.
         clock: Returns monotonic seconds.
@@ -84,12 +88,14 @@ class SchedulerPrompts:
         *,
         rank: ConnectorRank,
         leader: ConnectorLeader | None,
+        groups: Sequence[LayerGroup],
         page_size: int,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
         self.leader = leader
+        self.groups = tuple(groups)
         self.page_size = page_size
         self.timeout_s = timeout_s
         self.clock = clock
@@ -131,6 +137,7 @@ class _Prompt(ABC):
         """Why it failed, or was given up and will fail."""
         self._prompts = prompts
         self._transfer_id = str(room)
+        self._token_ids: tuple[int, ...] = ()
         self._note_index = -1  # index of its rows in the metadata buffers
         self._has_pages = False
         self._deadline_s = math.inf
@@ -150,10 +157,17 @@ class _Prompt(ABC):
             self.state = Poll.FAILED
         self._give_up()
 
-    def _table(self, pages: Sequence[int], start_token: int) -> tuple[int, ...] | None:
-        """Return the prompt's page table. If the pages cannot hold its tokens, fail the prompt and return None."""
+    def _tables(self, pages: Sequence[int], more_pages: MorePages, start_token: int) -> tuple[tuple[int, ...], ...] | None:
+        """Return the prompt's page tables. If the pages cannot hold its tokens, fail the prompt and return None."""
         try:
-            return page_table(pages, start_token=start_token, page_size=self._prompts.page_size)
+            return page_tables(
+                self._prompts.groups,
+                pages,
+                more_pages,
+                start_token=start_token,
+                num_tokens=len(self._token_ids),
+                page_size=self._prompts.page_size,
+            )
         except TransferError as error:
             self.fail(str(error))
             return None
@@ -198,9 +212,23 @@ class OutgoingPrompt(_Prompt):
     def offer(self, token_ids: Sequence[int]) -> None:
         """Let a decode engine fetch the prompt."""
         self._is_offered = True
+        self._token_ids = tuple(token_ids)
         self._prompts.watch(self)
         if self._prompts.leader is not None:
             self._prompts.leader.offer(self.name, self._transfer_id, token_ids)
+
+    def wait_until_wanted(self) -> int:
+        """Return the first token that decode lacks, which the leader reports to all ranks.
+
+        The scheduler of the first pipeline stage decides for all stages, and another stage may hear of it earlier than of the
+        leader's message. It waits for the message, which is on its way.
+        """
+        deadline_s = self._prompts.clock() + STAGE_WAIT_S
+        while self.poll() is Poll.BOOTSTRAPPING:
+            if self._prompts.clock() > deadline_s:
+                self.fail(f"the leader of this engine has not reported the prompt within {STAGE_WAIT_S:g} s")
+            time.sleep(0.0002)
+        return self.start_token
 
     def begin(self, num_pages: int, note_index: int) -> None:
         """Start to compute: `num_pages` pages of the engine will hold the tokens from `start_token` on."""
@@ -210,18 +238,27 @@ class OutgoingPrompt(_Prompt):
         if self._prompts.leader is not None:
             self._prompts.leader.begin(self.name)
 
-    def send(self, pages: Sequence[int], num_tokens: int, event: DeviceEvent | None) -> None:
-        """Send the next `num_tokens` tokens, which are in `pages` after `event`, until all pages of `begin` are sent."""
+    def send(self, pages: Sequence[int], num_tokens: int, event: DeviceEvent | None, more_pages: MorePages | None = None) -> None:
+        """Send the next `num_tokens` tokens, which are in `pages` after `event`, until all pages of `begin` are sent.
+
+        Args:
+            more_pages: Pages in other pools. SGLang has them with the prompt's last tokens, so windows are sent at the end.
+        """
         if self._is_finished or not self._has_pages:
             return
         self._pages.extend(int(page) for page in pages)
         self._num_computed += num_tokens
         self.state = max(self.state, Poll.TRANSFERRING)
-        table = self._table(self._pages, self.start_token)
-        if table is None:
+        tables = self._tables(self._pages, more_pages or {}, self.start_token)
+        if tables is None:
             return
-        self._prompts.rank.progress(self.name, [table], self._num_computed, event)
-        if len(self._pages) == self._num_pages:
+        is_last = len(self._pages) == self._num_pages
+        num_ready = self._num_computed
+        if not is_last:
+            windows = [group for group in self._prompts.groups if group.kind is GroupKind.WINDOW]
+            num_ready = min([num_ready, *(group.first_travelling_token(len(self._token_ids)) for group in windows)])
+        self._prompts.rank.progress(self.name, tables, num_ready, event)
+        if is_last:
             if self._prompts.leader is not None:
                 self._prompts.leader.finish(self.name, note=self._read_note(self._note_index))
             self._finish()
@@ -271,7 +308,6 @@ class IncomingPrompt(_Prompt):
         self._bootstrap = bootstrap
         self._write_note = write_note
         self._on_failed = on_failed
-        self._token_ids: tuple[int, ...] = ()
         self._prefill_address = ""
 
     def take(self, token_ids: Sequence[int]) -> None:
@@ -283,18 +319,23 @@ class IncomingPrompt(_Prompt):
         if self.state is Poll.BOOTSTRAPPING:
             self._prefill_address, self.state = prefill_address, Poll.WAITING_FOR_INPUT
 
-    def bind(self, pages: Sequence[int], note_index: int, prefix_tokens: int) -> None:
-        """Fetch the KV from `prefix_tokens` on into `pages`. The engine has the KV of the tokens before."""
+    def bind(self, pages: Sequence[int], note_index: int, prefix_tokens: int, more_pages: MorePages | None = None) -> None:
+        """Fetch the KV from `prefix_tokens` on into `pages`. The engine has the KV of the tokens before.
+
+        Args:
+            more_pages: Pages of the whole prompt in other pools.
+        """
         if self.state is not Poll.WAITING_FOR_INPUT or self._has_pages:
             return
         page_size, num_tokens = self._prompts.page_size, len(self._token_ids)
-        start_token = prefix_tokens
+        start_token, more_pages = prefix_tokens, more_pages or {}
         if prefix_tokens >= num_tokens:
             # The first token is missing, and comes only with some KV. So fetch the last page into SGLang's page for padding.
             start_token = (num_tokens - 1) // page_size * page_size
-            pages = [0]
-        table = self._table(pages, start_token)
-        if table is None:
+            pages = [PADDING_PAGE]
+            more_pages = {kind: found or [PADDING_PAGE] for kind, found in more_pages.items()}
+        tables = self._tables(pages, more_pages, start_token)
+        if tables is None:
             return
         self._has_pages, self._note_index = True, note_index
         self._deadline_s = self._prompts.clock() + self._prompts.timeout_s
@@ -309,7 +350,7 @@ class IncomingPrompt(_Prompt):
                 start_token=start_token,
                 needs_note=True,
             )
-            leader.bind(self.name, [table])
+            leader.bind(self.name, tables)
 
     def _give_up(self) -> None:
         if self._has_pages and self._prompts.leader is not None:

@@ -22,16 +22,18 @@ import torch
 
 PLAIN = (
     "page_size", "size", "start_layer", "layer_num", "head_num", "head_dim", "v_head_dim", "kv_cache_layout", "kv_lora_rank",
-    "qk_rope_head_dim",
+    "qk_rope_head_dim", "is_quantized_kv_cache", "mamba_layer_ids", "conv_shard_groups", "conv_slice_axis",
 )  # fmt: skip
 DTYPES = ("dtype", "store_dtype")
 TENSORS = ("k_buffer", "v_buffer", "kv_buffer")
 MAPPINGS = ("layers_mapping", "full_attention_layer_id_mapping")
+PARTS = ("full_kv_pool", "swa_kv_pool", "mamba_pool")
 
 
 def pools() -> Iterator[tuple[str, object]]:
     """Small pools of each class, by a name for the test."""
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.environ import envs
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     rest: dict[str, Any] = {"device": "cpu", "enable_memory_saver": False}
@@ -48,6 +50,11 @@ def pools() -> Iterator[tuple[str, object]]:
     )
     latent: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "layer_num": 4, **rest}
     yield "mla", MLATokenToKVPool(size=96, page_size=16, dtype=torch.bfloat16, **latent)
+    yield "mla_float8", MLATokenToKVPool(size=96, page_size=16, dtype=torch.float8_e4m3fn, **latent)
+    yield "mha_float8_e5m2", MHATokenToKVPool(size=96, page_size=16, dtype=torch.float8_e5m2, head_num=4, **heads)
+    yield "draft", MHATokenToKVPool(size=4096, page_size=16, dtype=torch.float32, head_num=2, **heads | {"layer_num": 1})
+    with envs.SGLANG_USE_HND_KVCACHE.override(True):
+        yield "mha_hnd", MHATokenToKVPool(size=96, page_size=16, dtype=torch.float32, head_num=4, **heads)
     windows: dict[str, Any] = {
         "swa_attention_layer_ids": [0, 2],
         "full_attention_layer_ids": [1, 3],
@@ -55,8 +62,46 @@ def pools() -> Iterator[tuple[str, object]]:
         "head_dim": 32,
     }
     yield "swa", SWAKVPool(size=96, size_swa=48, page_size=16, dtype=torch.float32, device="cpu", **windows)
-    states: dict[str, Any] = {"full_attention_layer_ids": [1, 3], "mamba_pool": None, "head_num": 4, "head_dim": 32}
-    yield "hybrid", HybridLinearKVPool(size=96, page_size=16, dtype=torch.float32, device="cpu", **states)
+    for tp_size in (1, 2):
+        name = "hybrid" if tp_size == 1 else f"hybrid_tp{tp_size}"
+        yield f"{name}_gdn", hybrid(states(tp_size, [32, 32, 64]), head_num=4 // tp_size)
+    yield "hybrid_mamba2", hybrid(states(1, None), head_num=4)
+
+
+def states(tp_size: int, conv_shard_groups: list[int] | None) -> object:
+    """A pool of states: convolutions of 128 channels and 3 inputs, and recurrences of 8 heads."""
+    from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+
+    shape = Mamba2StateShape.create(
+        tp_world_size=tp_size,
+        intermediate_size=64,
+        n_groups=4,
+        num_heads=8,
+        head_dim=8,
+        state_size=8,
+        conv_kernel=4,
+        conv_shard_groups=conv_shard_groups,
+    )
+    dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
+    layers = [0, 2]
+    params = Mamba2CacheParams(shape=shape, layers=layers, dtype=dtype)
+    return MambaPool(size=6, spec_state_size=0, cache_params=params, mamba_layer_ids=layers, device="cpu")
+
+
+def hybrid(mamba_pool: object, *, head_num: int) -> object:
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
+    return HybridLinearKVPool(
+        size=96,
+        page_size=16,
+        dtype=torch.float32,
+        device="cpu",
+        full_attention_layer_ids=[1, 3],
+        mamba_pool=mamba_pool,
+        head_num=head_num,
+        head_dim=32,
+    )
 
 
 def described(pool: object) -> dict[str, object]:
@@ -70,10 +115,19 @@ def described(pool: object) -> dict[str, object]:
     for name in TENSORS:
         tensors = getattr(pool, name, None)
         if tensors is not None:
-            found[name] = [
-                {"shape": list(tensor.shape), "stride": list(tensor.stride()), "dtype": str(tensor.dtype)} for tensor in tensors
-            ]
+            found[name] = [tensor_of(tensor) for tensor in tensors]
+    for name in PARTS:
+        if getattr(pool, name, None) is not None:
+            found[name] = described(getattr(pool, name))
+    cache = getattr(pool, "mamba_cache", None)
+    if cache is not None:
+        found["mamba_cache"] = {"conv": [tensor_of(state) for state in cache.conv], "temporal": tensor_of(cache.temporal)}
+        found["num_state_entries"] = len(pool.get_contiguous_buf_infos()[0])  # type: ignore[attr-defined]
     return found
+
+
+def tensor_of(tensor: torch.Tensor) -> dict[str, object]:
+    return {"shape": list(tensor.shape), "stride": list(tensor.stride()), "dtype": str(tensor.dtype)}
 
 
 def interface() -> dict[str, object]:

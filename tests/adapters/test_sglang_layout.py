@@ -4,40 +4,66 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from kvferry.engines.sglang_layout import EngineCut, page_table, read_pool
+from kvferry.engines.sglang_layout import EngineCut, StageLayers, page_tables, read_pool
+from transfer.copy.request_tables import RequestTables
 from transfer.errors import LayoutError
-from transfer.layout import DType, KVLayout, LayerKind
+from transfer.layer_groups import NO_PAGE, GroupKind
+from transfer.layout import DType, KVLayout, LayerKind, TokenOrder, routes
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "recorded" / "sglang-0.5.23-pools.json").read_text(encoding="utf-8")
 )
+FULL, WINDOW, STATE = GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def tensor_of(one: dict[str, Any]) -> torch.Tensor:
+    return torch.empty_strided(one["shape"], one["stride"], dtype=torch_dtype(one["dtype"]))
 
 
 def pool_of(name: str, **changes: Any) -> Any:
-    """An object with the class name, attributes and tensors that were recorded."""
-    described = {**RECORDED[name], **changes}
-    pool = type(described.pop("class"), (), {})()
-    for attribute, value in described.items():
+    """An object with the class name, attributes and tensors that were recorded. Changes of a part are a dict."""
+    return built({**RECORDED[name], **changes})
+
+
+def built(described: dict[str, Any]) -> Any:
+    attributes = dict(described)
+    pool = type(attributes.pop("class"), (), {})()
+    for attribute, value in attributes.items():
         if attribute in ("dtype", "store_dtype"):
-            value = getattr(torch, value.removeprefix("torch."))
+            value = torch_dtype(value)
         elif attribute.endswith("_buffer"):
-            value = [
-                torch.empty_strided(one["shape"], one["stride"], dtype=getattr(torch, one["dtype"].removeprefix("torch.")))
-                for one in value
-            ]
-        elif isinstance(value, list):
+            value = [tensor_of(one) for one in value]
+        elif attribute.endswith("_mapping"):
             value = {layer: place for layer, place in value}
+        elif attribute == "mamba_cache":
+            value = SimpleNamespace(conv=[tensor_of(one) for one in value["conv"]], temporal=tensor_of(value["temporal"]))
+        elif attribute == "num_state_entries":
+            attribute, value = "get_contiguous_buf_infos", lambda count=value: ([0] * count, [], [])
+        elif isinstance(value, dict):
+            value = built(value)
         setattr(pool, attribute, value)
     return pool
 
 
+def part_of(name: str, part: str, **changes: Any) -> dict[str, Any]:
+    """Changes of a recorded pool that change a part of it."""
+    return {part: {**RECORDED[name][part], **changes}}
+
+
 def cut(**changes: Any) -> EngineCut:
-    given = {"num_layers": 4, "num_kv_heads": 4, "tp_size": 1, "tp_rank": 0, "dtype": "torch.float32"}
+    given = {"num_layers": 4, "num_kv_heads": 4, "window_kv_heads": 4, "tp_size": 1, "tp_rank": 0, "dtype": "torch.float32"}
     return EngineCut(**{**given, **changes})
 
 
@@ -46,7 +72,7 @@ def cut(**changes: Any) -> EngineCut:
 )
 def test_pages_are_sglangs_own_memory(name: str, num_pages: int, page_size: int) -> None:
     pool = pool_of(name)
-    view = read_pool(pool, cut())
+    view = read_pool(pool, cut()).view
     assert view.num_pages == (num_pages,)
     for layer in range(4):
         for is_v, theirs in ((False, pool.k_buffer[layer]), (True, pool.v_buffer[layer])):
@@ -59,12 +85,12 @@ def test_pages_are_sglangs_own_memory(name: str, num_pages: int, page_size: int)
 
 def test_layout_is_the_one_that_the_embedded_engine_has() -> None:
     found = read_pool(pool_of("mha"), cut())
-    assert found.layout == KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=32, dtype=DType.FLOAT32)
-    assert found.shard.page_size == 16 and found.shard.dtype is DType.FLOAT32
+    assert found.view.layout == KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=32, dtype=DType.FLOAT32)
+    assert found.view.shard.page_size == 16 and found.view.shard.dtype is DType.FLOAT32 and found.kv_scales == ()
 
 
 def test_a_rank_of_two_has_its_half_of_the_heads() -> None:
-    found = read_pool(pool_of("mha_tp2"), cut(tp_size=2, tp_rank=1))
+    found = read_pool(pool_of("mha_tp2"), cut(tp_size=2, tp_rank=1)).view
     assert found.shard.tp_rank == 1 and found.buffer(0, is_v=True).shape[2] == 2
 
 
@@ -74,40 +100,197 @@ def test_heads_of_another_cut_are_refused() -> None:
 
 
 def test_pool_in_another_dtype_than_the_model() -> None:
-    found = read_pool(pool_of("mha_uneven"), cut(dtype="torch.float32"))
+    found = read_pool(pool_of("mha_uneven"), cut(dtype="torch.float32")).view
     assert found.layout.dtype is DType.FLOAT32 and found.shard.dtype is DType.BFLOAT16
 
 
 def test_latents() -> None:
-    found = read_pool(pool_of("mla"), cut(num_kv_heads=128, tp_size=8, tp_rank=3, dtype="bfloat16"))
+    found = read_pool(pool_of("mla"), cut(num_kv_heads=128, tp_size=8, tp_rank=3, dtype="bfloat16")).view
     spec = found.layout.layers[0]
     assert (spec.kind, spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim) == (LayerKind.MLA, 1, 576, 0)
     assert tuple(found.buffer(3, is_v=False).shape) == (7, 16, 1, 576)
 
 
+@pytest.mark.parametrize("name", ["mha_float8", "mla_float8"])
+def test_eight_bit_floats_have_the_scales_of_their_layers(name: str) -> None:
+    """SGLang keeps them as bytes."""
+    pool = pool_of(name)
+    found = read_pool(pool, cut(dtype="bfloat16", scales={2: (0.5, 0.25)}))
+    assert found.view.shard.dtype is DType.FLOAT8_E4M3
+    assert found.kv_scales == ((1.0, 1.0), (1.0, 1.0), (0.5, 0.25), (1.0, 1.0))
+    theirs = (pool.kv_buffer if name == "mla_float8" else pool.k_buffer)[1]
+    ours = found.view.buffer(1, is_v=False)
+    theirs[20] = torch.full_like(theirs[20], 1.5, dtype=torch.float8_e4m3fn).view(torch.uint8)
+    assert theirs.dtype is torch.uint8 and ours.data_ptr() == theirs.data_ptr()
+    assert (ours[1, 4].float() == 1.5).all()
+
+
+def test_pages_with_the_heads_first() -> None:
+    pool = pool_of("mha_hnd")
+    view = read_pool(pool, cut()).view
+    assert view.order is TokenOrder.HND and view.num_pages == (7,)
+    pool.v_buffer[3][2, 1, 5] = 7.0
+    slots = torch.tensor([2 * 16 + 5])
+    assert (view.read(3, slots)[1][0, 1] == 7.0).all()
+
+
+# Sliding windows
+
+
+def test_windows_have_pages_of_their_own() -> None:
+    pool = pool_of("swa")
+    view = read_pool(pool, cut(window_tokens=40)).view
+    assert [spec.window_tokens for spec in view.layout.layers] == [40, 0, 40, 0]
+    assert [group.kind for group in view.groups] == [FULL, WINDOW] and view.num_pages == (7, 4)
+    assert view.buffer(2, is_v=False).data_ptr() == pool.swa_kv_pool.k_buffer[1].data_ptr()
+    assert view.buffer(3, is_v=True).data_ptr() == pool.full_kv_pool.v_buffer[1].data_ptr()
+
+
+def test_a_model_of_windows_alone_has_one_table() -> None:
+    mapping = {"layers_mapping": [[0, [0, True]], [1, [1, True]]]}
+    view = read_pool(pool_of("swa", **mapping), cut(num_layers=2, window_tokens=40)).view
+    assert [group.kind for group in view.groups] == [WINDOW]
+
+
+def test_table_of_a_window_ends_with_the_prompt() -> None:
+    """SGLang has the pages from the one with the window's first token on. Tokens of pages are counted from token 0."""
+    groups = read_pool(pool_of("swa"), cut(window_tokens=40)).view.groups
+    tables = page_tables(groups, range(20, 29), {WINDOW: [3, 1, 2, 5]}, start_token=0, num_tokens=135, page_size=16)
+    assert tables == (tuple(range(20, 29)), (*(NO_PAGE,) * 5, 3, 1, 2, 5))
+    assert page_tables(groups, [7], {}, start_token=0, num_tokens=135, page_size=16) == ((7,), ())
+    with pytest.raises(LayoutError, match="SGLang has 4 pages of window_40 for 33 tokens, in pages of 16"):
+        page_tables(groups, [7, 8, 9], {WINDOW: [3, 1, 2, 5]}, start_token=0, num_tokens=33, page_size=16)
+
+
+# States
+
+
+def test_a_state_is_one_layer_for_each_part_that_is_sharded_by_itself() -> None:
+    pool = pool_of("hybrid_gdn")
+    view = read_pool(pool, cut()).view
+    states = [spec for spec in view.layout.layers if spec.kind is LayerKind.RECURRENT_STATE]
+    assert [(spec.num_kv_heads, spec.k_head_dim, spec.dtype) for spec in states[:4]] == [
+        (32, 3, DType.BFLOAT16), (32, 3, DType.BFLOAT16), (64, 3, DType.BFLOAT16), (8, 64, DType.FLOAT32),
+    ]  # fmt: skip
+    assert len(states) == 8 and view.layout.num_layers == 10
+    assert [group.kind for group in view.groups] == [FULL, STATE, STATE] and view.num_pages == (7, 7, 7)
+    pool.mamba_pool.mamba_cache.conv[0][1, 5, 32:64] = 9.0
+    keys = view.buffer(6, is_v=False)  # of layer 2: after three blocks, a recurrence, layer 1, and the block of queries
+    assert (keys[5] == 9.0).all() and keys.shape == (7, 1, 32, 3)
+    tables = page_tables(view.groups, [4, 5], {STATE: [6]}, start_token=0, num_tokens=20, page_size=16)
+    assert tables == ((4, 5), (6,), (6,))
+
+
+def test_states_of_two_ranks_are_parts_of_the_same_layout() -> None:
+    one = read_pool(pool_of("hybrid_gdn"), cut()).view
+    two = read_pool(pool_of("hybrid_tp2_gdn"), cut(tp_size=2, tp_rank=1)).view
+    assert two.layout == one.layout
+    found = routes(one.layout, one.shard, two.shard)
+    assert {(route.decode_rank, route.heads.source_start) for route in found if route.num_kv_heads == 64} == {(0, 0), (1, 32)}
+
+
+def test_states_whose_shards_are_unknown_go_to_the_same_ranks_only() -> None:
+    one = read_pool(pool_of("hybrid_mamba2"), cut()).view
+    convolution = one.layout.layers[0]
+    assert (convolution.num_kv_heads, convolution.k_head_dim) == (1, 128 * 3)
+    two = read_pool(pool_of("hybrid_mamba2"), cut(tp_size=2, tp_rank=0, num_kv_heads=8)).view
+    assert any("layers[0:1]: recurrent_state kv_heads=1" in text for text in one.layout.differences(two.layout))
+
+
+# Draft models and pipeline stages
+
+
+def test_a_draft_model_is_the_last_layers() -> None:
+    draft = pool_of("draft")
+    view = read_pool(pool_of("mha"), cut(draft_kv_heads=2), draft_pool=draft).view
+    assert [spec.num_kv_heads for spec in view.layout.layers] == [4, 4, 4, 4, 2]
+    assert view.num_pages == (257,) and view.buffer(4, is_v=True).data_ptr() == draft.v_buffer[0].data_ptr()
+
+
+def test_a_stage_knows_the_layers_of_the_others() -> None:
+    stage = RECORDED["mha_stage"]
+    first = read_pool(pool_of("mha_stage", start_layer=0), cut(num_layers=8, pp_size=2), gather_stages=lambda own: [own, own])
+    given: list[StageLayers] = []
+
+    def gather(own: StageLayers) -> list[StageLayers]:
+        given.append(own)
+        return [own, own]
+
+    last = read_pool(pool_of("mha_stage"), cut(num_layers=8, pp_size=2, pp_rank=1), gather_stages=gather).view
+    assert stage["start_layer"] == 4 and len(given[0].specs) == 4
+    assert last.layout == first.view.layout and last.layout.num_layers == 8
+    assert last.shard.stage_layers == (4, 4) and last.shard.rank == 1 and last.num_pages == (7,)
+    assert last.buffer(7, is_v=False).shape == (7, 16, 4, 32)
+
+
+def test_a_stage_without_a_window_counts_the_pages_of_the_others() -> None:
+    """The leader compares the numbers of pages of its ranks."""
+    stages: list[StageLayers] = []
+    read_pool(pool_of("swa"), cut(window_tokens=40), gather_stages=lambda own: [stages.append(own) or own])
+    first, second = pool_of("mha_stage", start_layer=0), cut(num_layers=8, pp_size=2, window_tokens=40)
+    view = read_pool(first, second, gather_stages=lambda own: [own, *stages]).view
+    assert view.num_pages == (7, 4) and view.shard.stage_layers == (4, 4)
+
+
+# Refusals
+
+
 @pytest.mark.parametrize(
     ("name", "pool", "changes", "message"),
     [
-        ("swa", {}, {}, "layer 0 has a sliding window in a pool of its own"),
-        ("hybrid", {}, {}, "layer 0 keeps a state and no KV"),
         ("mha", {"class": "PageInterleaveMHATokenToKVPool"}, {}, "layer 0 is in a pool of class PageInterleaveMHATokenToKVPool"),
         ("mha", {"kv_cache_layout": "vectorized_5d"}, {}, "layer 0 is stored as vectorized_5d"),
-        ("mha_float8", {}, {}, "layer 0 is stored as torch.float8_e4m3fn .in torch.uint8., which cannot be moved yet"),
+        ("mha_float8_e5m2", {}, {}, "layer 0 is stored as float8_e5m2, which cannot be moved; must be one of float32"),
+        ("mha_float8", {"is_quantized_kv_cache": True}, {}, "layer 0 is stored as torch.float8_e4m3fn .in torch.uint8."),
+        ("mha", {"store_dtype": "torch.uint8"}, {}, "layer 0 is stored as torch.float32 .in torch.uint8., which cannot be moved"),
         ("mha_stage", {}, {"num_layers": 8}, r"the pool has layers \[4, 8\); must be all 8"),
+        ("swa", {}, {"window_tokens": 0}, "layer 0 keeps a window of latents, or of unknown size"),
+        ("swa", part_of("swa", "full_kv_pool", **{"class": "DSATokenToKVPool"}), {"window_tokens": 9},
+         "layer 1 is in a pool of class DSATokenToKVPool, which cannot be moved yet; must be MHATokenToKVPool"),
+        ("swa", part_of("swa", "swa_kv_pool", kv_cache_layout="hnd"), {}, "layer 0 is stored as hnd and nhd"),
+        ("swa", part_of("swa", "swa_kv_pool", **RECORDED["mha_uneven"]), {"window_tokens": 9},
+         "layers are stored in 2 element types .layer 0 in torch.bfloat16, layer 1 in torch.float32.; must be one"),
+        ("hybrid_gdn", part_of("hybrid_gdn", "mamba_pool", conv_shard_groups=[32, 32, 32]), {},
+         r"convolution of layer 0 has 128 channels on each of 1 ranks; the model has \[32, 32, 32\]"),
+        ("hybrid_gdn", part_of("hybrid_gdn", "mamba_pool", conv_slice_axis=1), {}, "convolution of layer 0 is .7, 128, 3."),
+        ("hybrid_gdn", part_of("hybrid_gdn", "mamba_pool", num_state_entries=6), {}, "layer 0 keeps more than the states"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_moved_is_named(name: str, pool: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         read_pool(pool_of(name, **pool), cut(**changes))
 
 
-def test_a_draft_model_is_refused() -> None:
-    with pytest.raises(LayoutError, match="layer 0 of the draft model"):
-        read_pool(pool_of("mha"), cut(), draft_pool=pool_of("mha"))
+def test_a_state_whose_elements_lie_apart_is_refused() -> None:
+    pool = pool_of("hybrid_gdn")
+    cache = pool.mamba_pool.mamba_cache
+    cache.temporal = cache.temporal.transpose(-1, -2)
+    with pytest.raises(LayoutError, match=r"state of layer 0 has strides .*; the elements of a head must be adjacent"):
+        read_pool(pool, cut())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("swa", {}, "layer 0 of the draft model is in a pool of class SWAKVPool, which cannot be moved yet"),
+        ("mha_hnd", {}, "the draft model is stored as hnd, the model as nhd; must be alike"),
+        ("mha_uneven", {}, "layers are stored in 2 element types .layer 0 in torch.float32, layer 4 in torch.bfloat16"),
+    ],
+)
+def test_draft_models_that_cannot_be_moved_are_named(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        read_pool(pool_of("mha"), cut(draft_kv_heads=4), draft_pool=pool_of(name, **changes))
 
 
 def test_page_table_of_a_prompt_whose_beginning_is_there_already() -> None:
-    assert page_table([7, 9], start_token=0, page_size=16) == (7, 9)
-    assert page_table([7, 9], start_token=32, page_size=16) == (0, 0, 7, 9)
+    groups = read_pool(pool_of("mha"), cut()).view.groups
+
+    def table(start_token: int) -> tuple[int, ...]:
+        (found,) = page_tables(groups, [7, 9], {}, start_token=start_token, num_tokens=64, page_size=16)
+        return found
+
+    assert table(0) == (7, 9)
+    assert table(32) == (NO_PAGE, NO_PAGE, 7, 9)
+    RequestTables(torch.device("cpu"), 16).cover("room", table(32), 2, 4)  # as on a GPU: a page must not come twice
     with pytest.raises(LayoutError, match="start_token is 8; must be a multiple of the pool's page_size, 16"):
-        page_table([7, 9], start_token=8, page_size=16)
+        table(8)

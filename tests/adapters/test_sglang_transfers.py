@@ -12,14 +12,25 @@ import torch
 from kvferry.engines.connector import DECODE, PREFILL, ConnectorEngine, Sides
 from kvferry.engines.connector_leader import ConnectorLeader
 from kvferry.engines.connector_rank import ConnectorRank
+from kvferry.engines.sglang_layout import MorePages
 from kvferry.engines.sglang_transfers import IncomingPrompt, OutgoingPrompt, Poll, SchedulerPrompts, pack_note, unpack_note
 from transfer.config import ConnectorConfig
 from transfer.errors import IntegrityError
-from transfer.layout import DType, KVLayout, Shard
+from transfer.layer_groups import GroupKind, layer_groups
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
 from transfer.load_config import load_config
 from transfer.pool.kv_pool import LayerBuffers, PoolView
 
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=8, dtype=DType.FLOAT32)
+WINDOW_TOKENS = 10
+MIXED = KVLayout(
+    layers=(
+        LayerSpec(num_kv_heads=2, k_head_dim=8, v_head_dim=8),
+        LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=2, k_head_dim=8, v_head_dim=8, window_tokens=WINDOW_TOKENS),
+        LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=2, k_head_dim=8, v_head_dim=0, dtype=DType.FLOAT32),
+    ),
+    dtype=DType.FLOAT32,
+)
 PAGES = 32
 WAIT_S = 60.0
 LIMITS = {"tls.insecure": 1, "join_on_request": True, "limits.prefill_retries": 0}
@@ -28,16 +39,19 @@ LIMITS = {"tls.insecure": 1, "join_on_request": True, "limits.prefill_retries": 
 class Host:
     """One rank with its leader, as SGLang's first scheduler has them."""
 
-    def __init__(self, name: str, sides: Sides, page_size: int, model: str = "numbers") -> None:
-        shape = (PAGES, page_size, 2, 8)
-        self.k = [torch.zeros(shape) for _ in range(2)]
-        self.v = [torch.zeros(shape) for _ in range(2)]
+    def __init__(self, name: str, sides: Sides, page_size: int, model: str = "numbers", *, layout: KVLayout = LAYOUT) -> None:
+        self.k: list[torch.Tensor] = []
+        self.v: list[torch.Tensor] = []
+        for spec in layout.layers:
+            page = 1 if spec.kind is LayerKind.RECURRENT_STATE else page_size
+            self.k.append(torch.zeros((PAGES, page, 2, spec.k_head_dim)))
+            self.v.append(torch.zeros((PAGES, page, 2, spec.v_head_dim)))
         shard = Shard(page_size=page_size)
-        buffers = [LayerBuffers(k=k, v=v) for k, v in zip(self.k, self.v, strict=True)]
+        buffers = [LayerBuffers(k=k, v=v if v.numel() else None) for k, v in zip(self.k, self.v, strict=True)]
         engine = ConnectorEngine(
-            layout=LAYOUT,
+            layout=layout,
             shard=shard,
-            pool=PoolView(layout=LAYOUT, shard=shard, buffers=buffers),
+            pool=PoolView(layout=layout, shard=shard, buffers=buffers),
             model_fields={"architecture": model},
             max_context_tokens=400,
             vocab_size=2**31,
@@ -75,7 +89,13 @@ class Engines:
         return prompt
 
     def wanted(
-        self, room: int, token_ids: tuple[int, ...], pages: list[int], prefix_tokens: int = 0, address: str = ""
+        self,
+        room: int,
+        token_ids: tuple[int, ...],
+        pages: list[int],
+        prefix_tokens: int = 0,
+        address: str = "",
+        more_pages: MorePages | None = None,
     ) -> IncomingPrompt:
         """Fetch a prompt into pages of decode, from a prefill engine at `address`, by default `prefill`."""
         prompt = IncomingPrompt(
@@ -85,19 +105,29 @@ class Engines:
         assert prompt.poll() is Poll.BOOTSTRAPPING
         prompt.meet(address or self.prefill.leader.address)
         assert prompt.poll() is Poll.WAITING_FOR_INPUT
-        prompt.bind(pages, note_index=room % 7, prefix_tokens=prefix_tokens)
+        prompt.bind(pages, room % 7, prefix_tokens, more_pages)
         return prompt
+
+
+def running(layout: KVLayout) -> Iterator[Engines]:
+    name, groups = f"test-sglang-{time.monotonic_ns()}", layer_groups(layout)
+    prefill, decode = Host(f"{name}-p", PREFILL, 4, layout=layout), Host(f"{name}-d", DECODE, 8, layout=layout)
+    outgoing = SchedulerPrompts(rank=prefill.rank, leader=prefill.leader, groups=groups, page_size=4, timeout_s=30.0)
+    incoming = SchedulerPrompts(rank=decode.rank, leader=decode.leader, groups=groups, page_size=8, timeout_s=30.0)
+    yield Engines(prefill=prefill, decode=decode, outgoing=outgoing, incoming=incoming)
+    decode.close()
+    prefill.close()
 
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Engines]:
-    name = f"test-sglang-{time.monotonic_ns()}"
-    prefill, decode = Host(f"{name}-p", PREFILL, 4), Host(f"{name}-d", DECODE, 8)
-    outgoing = SchedulerPrompts(rank=prefill.rank, leader=prefill.leader, page_size=4, timeout_s=30.0)
-    incoming = SchedulerPrompts(rank=decode.rank, leader=decode.leader, page_size=8, timeout_s=30.0)
-    yield Engines(prefill=prefill, decode=decode, outgoing=outgoing, incoming=incoming)
-    decode.close()
-    prefill.close()
+    yield from running(LAYOUT)
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Iterator[Engines]:
+    """Engines of a model with full attention, a window and a state."""
+    yield from running(MIXED)
 
 
 def until(look: Callable[[], Poll], *wanted: Poll) -> Poll:
@@ -110,11 +140,12 @@ def until(look: Callable[[], Poll], *wanted: Poll) -> Poll:
     return state
 
 
-def fill(host: Host, pages: list[int], page_size: int, num_tokens: int) -> None:
+def fill(host: Host, pages: list[int], page_size: int, num_tokens: int, layer: int | None = None) -> None:
+    """Write every token's number, in all layers or in one."""
     for token in range(num_tokens):
-        for layer in range(2):
-            host.k[layer][pages[token // page_size], token % page_size] = token + 1000 * layer
-            host.v[layer][pages[token // page_size], token % page_size] = token + 1000 * layer + 500
+        for each in (0, 1) if layer is None else (layer,):
+            host.k[each][pages[token // page_size], token % page_size] = token + 1000 * each
+            host.v[each][pages[token // page_size], token % page_size] = token + 1000 * each + 500
 
 
 def test_a_prompt_in_chunks_into_pages_of_another_size(engines: Engines) -> None:
@@ -260,6 +291,75 @@ def test_nobody_asks_and_nobody_sends_end_by_their_times(engines: Engines) -> No
         assert into.failure == "its KV has not come within 30 s"
     finally:
         engines.outgoing.clock = engines.incoming.clock = time.monotonic
+    until_empty(engines)
+
+
+@pytest.mark.parametrize("num_tokens", [30, 7])
+def test_the_last_window_and_one_state_travel_with_the_last_pages(mixed: Engines, num_tokens: int) -> None:
+    """SGLang names their pages only at the end of a prompt. Full attention is sent before."""
+    room, tokens = mixed.room(), tuple(range(num_tokens))
+    full, window_begin = [5, 9, 2, 7][: -(-num_tokens // 8)], max(0, num_tokens - WINDOW_TOKENS)
+    window = [11, 12, 13][: -(-num_tokens // 8) - window_begin // 8]
+    for one in (*mixed.decode.k, *mixed.decode.v):
+        one.fill_(-1.0)
+    into = mixed.wanted(room, tokens, full, more_pages={GroupKind.WINDOW: window, GroupKind.STATE: [6]})
+    out = mixed.offered(room, tokens)
+    until(out.poll, Poll.WAITING_FOR_INPUT)
+    pages = [3, 1, 8, 20, 21, 11, 12, 30][: -(-num_tokens // 4)]
+    last = [9, 8, 7, 6][: len(pages) - window_begin // 4]
+    fill(mixed.prefill, pages, 4, num_tokens, layer=0)
+    fill(mixed.prefill, [0] * (len(pages) - len(last)) + last, 4, num_tokens, layer=1)
+    mixed.prefill.k[2][14] = 77.0
+    out.begin(len(pages), note_index=2)
+    out.send(pages[:1], 4, None)
+    out.send(pages[1:], num_tokens - 4, None, {GroupKind.WINDOW: last, GroupKind.STATE: [14]})
+    until(into.poll, Poll.SUCCESS)
+    until(out.poll, Poll.SUCCESS)
+    decode = mixed.decode
+    assert [float(decode.v[0][full[at // 8], at % 8, 1, 7]) for at in range(num_tokens)] == [at + 500 for at in range(num_tokens)]
+    for token in range(window_begin // 8 * 8, num_tokens):  # also those before the window in its first page
+        page = window[token // 8 - window_begin // 8]
+        found = float(decode.k[1][page, token % 8, 0, 0])
+        assert found == (token + 1000 if token >= window_begin else -1.0)
+    assert bool((decode.k[2][6] == 77.0).all()) and bool((decode.k[2][:6] == -1.0).all())
+
+
+def test_pages_that_the_prompt_does_not_have_fail_it(mixed: Engines) -> None:
+    room, tokens = mixed.room(), tuple(range(20))
+    into = mixed.wanted(room, tokens, [5, 9, 2], more_pages={GroupKind.WINDOW: [1, 2, 3, 4], GroupKind.STATE: [6]})
+    assert into.poll() is Poll.FAILED and "SGLang has 4 pages of window_10 for 20 tokens" in into.failure
+    until_empty(mixed)
+
+
+def test_a_prompt_that_decode_has_whole_brings_its_state(mixed: Engines) -> None:
+    room, tokens = mixed.room(), tuple(range(200, 216))
+    into = mixed.wanted(room, tokens, [], prefix_tokens=16, more_pages={GroupKind.WINDOW: [], GroupKind.STATE: [9]})
+    out = mixed.offered(room, tokens)
+    until(out.poll, Poll.WAITING_FOR_INPUT)
+    mixed.prefill.k[2][3] = 55.0
+    out.begin(2, note_index=6)
+    out.send([2, 4], 8, None, {GroupKind.WINDOW: [5, 6, 7], GroupKind.STATE: [3]})
+    until(into.poll, Poll.SUCCESS)
+    assert bool((mixed.decode.k[2][9] == 55.0).all())
+    until(out.poll, Poll.SUCCESS)
+
+
+def test_a_later_stage_waits_for_the_leaders_message(engines: Engines) -> None:
+    """The first stage decides that a prompt is wanted. Others may hear of that before the message of the leader has come."""
+    room, tokens = engines.room(), tuple(range(300, 320))
+    out = engines.offered(room, tokens)
+    into = engines.wanted(room, tokens, [14], prefix_tokens=16)
+    assert out.wait_until_wanted() == 16
+    out.fail()
+    until(into.poll, Poll.FAILED)
+    now = iter(range(0, 1000, 2))
+    engines.outgoing.clock = lambda: float(next(now))
+    try:
+        late = engines.offered(engines.room(), tokens)
+        late.wait_until_wanted()
+        assert late.poll() is Poll.FAILED and "the leader of this engine has not reported the prompt within 5 s" in late.failure
+    finally:
+        engines.outgoing.clock = time.monotonic
     until_empty(engines)
 
 

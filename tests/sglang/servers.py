@@ -45,9 +45,15 @@ class Cut:
     """How one engine is run."""
 
     tp_size: int = 1
+    pp_size: int = 1
     page_size: int = 1
+    kv_dtype: str = "auto"
     chunk_tokens: int = 128
     is_caching: bool = False  # keeps prefixes for later prompts
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp_size * self.pp_size
 
 
 @dataclass(kw_only=True)
@@ -84,6 +90,7 @@ class Engine:
             "--max-total-tokens", "8192", "--context-length", "1024", "--max-running-requests", "16",
             "--mem-fraction-static", "0.2",
             "--chunked-prefill-size", str(cut.chunk_tokens), "--page-size", str(cut.page_size), "--tp-size", str(cut.tp_size),
+            "--pp-size", str(cut.pp_size), "--kv-cache-dtype", cut.kv_dtype,
             "--dist-init-addr", f"127.0.0.1:{dist_port}", "--nccl-port", str(nccl_port),
         ]  # fmt: skip
         if not cut.is_caching:
@@ -102,7 +109,7 @@ class Engine:
             "KVFERRY_TLS__INSECURE": "1",
             "KVFERRY_HEARTBEAT__INTERVAL_S": "3",  # a loaded machine may not run a rank for seconds; a dead one's sockets close
             "KVFERRY_SERVER__HTTP_PORT": str(self.metrics_port),
-            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(cut.tp_size)),
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(cut.num_ranks)),
             "OVERHEAD_FILE": str(self.folder / f"{self.role}-overhead"),
             "HF_HUB_OFFLINE": "1",
         }

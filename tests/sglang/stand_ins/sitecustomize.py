@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
@@ -37,7 +38,31 @@ def _without_pinning(module: ModuleType) -> None:
     module._cuda_host_register = lambda *_, **__: None  # type: ignore[attr-defined]  # noqa: SLF001
 
 
-CHANGES: dict[str, Callable[[Any], None]] = {"sglang.srt.mem_cache.pool_host.common": _without_pinning}
+def _reading_windows(module: ModuleType) -> None:
+    """torch_native writes to the slots of windows, and reads the slots that full attention has for the same tokens."""
+    backend = module.TorchNativeAttnBackend
+
+    def reading(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def wrapper(self: Any, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+            slots, pool = self.req_to_token_pool, self.token_to_kv_pool
+            if self.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]:
+                self.req_to_token_pool = SimpleNamespace(req_to_token=pool.translate_loc_from_full_to_swa(slots.req_to_token))
+            try:
+                return forward(self, q, k, v, layer, *args, **kwargs)
+            finally:
+                self.req_to_token_pool = slots
+
+        return wrapper
+
+    for name in ("forward_extend", "forward_decode"):
+        setattr(backend, name, reading(getattr(backend, name)))
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "sglang.srt.mem_cache.pool_host.common": _without_pinning,
+    "sglang.srt.layers.attention.torch_native_backend": _reading_windows,
+}
 if "OVERHEAD_FILE" in os.environ:
     import overhead
 
