@@ -31,12 +31,13 @@ class PoolConfig(Section):
     num_pages: Count | None = Field(
         default=None,
         description=(
-            "Most pages of each rank's pool; the memory plan can only lower it. Sliding windows and recurrent states get the "
-            f"pages that these tokens need. null means as many as the plan has room for on cuda, and {CPU_POOL_PAGES} on cpu."
+            "Maximum pages of each rank's pool; the memory plan can only lower it. Sliding windows and recurrent states get as "
+            f"many as these tokens need. null: as many as fit on cuda, {CPU_POOL_PAGES} on cpu."
         ),
     )
     num_tokens: Count | None = Field(
-        default=None, description="Most tokens of each rank's pool, rounded up to whole pages, instead of pool.num_pages."
+        default=None,
+        description="Maximum tokens of each rank's pool, rounded up to whole pages. Not together with pool.num_pages.",
     )
     order: TokenOrder = Field(default=TokenOrder.NHD, description="Order of the dimensions inside a page.")
     dtype: DType | None = Field(default=None, description="Element type of the pool; null means that of the computation.")
@@ -56,16 +57,16 @@ class PrefillConfig(Section):
     sparse_policy: Literal["none", "xattention"] = Field(
         default="none",
         description=(
-            "none: full attention. xattention: each block of queries attends only to the blocks of keys that an estimate finds "
-            "important. Tokens can differ from those of full attention. Only for models in which all attention layers keep every "
-            "token and have KV heads."
+            "none: full attention. xattention: each block of queries attends only to the blocks of keys that an estimate "
+            "selects, so tokens can differ. Only for models without sliding windows, MLA and soft caps."
         ),
     )
     sparse_block_size: Annotated[Literal[64, 128], BeforeValidator(whole)] = Field(
         default=128, description="Tokens of a block of queries or keys; it must be a multiple or a divisor of pool.page_size."
     )
     sparse_stride: Annotated[Literal[4, 8, 16, 32], BeforeValidator(whole)] = Field(
-        default=16, description="Queries and keys that the estimate scores as one. Smaller values are more exact and slower."
+        default=16,
+        description="Number of queries and keys that the estimate scores together. Smaller values are more exact and slower.",
     )
     sparse_threshold: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)] = Field(
         default=0.9,
@@ -88,7 +89,7 @@ class MemoryConfig(Section):
         default="static-fraction", description="Reserve for activations: a fraction of the device, or of its free memory."
     )
     static_fraction: Annotated[float, BeforeValidator(no_bool), Field(gt=0, lt=1)] | None = Field(
-        default=None, description="Fraction of the device for weights and pool; null computes it from the other settings."
+        default=None, description="Fraction of the device for weights and pool. null: computed from the other settings."
     )
     memory_ratio: Annotated[float, BeforeValidator(no_bool), Field(gt=0, lt=1)] = Field(
         default=0.88, description="With the policy page-count: fraction of the memory free before loading, for weights and pool."
@@ -101,24 +102,23 @@ class ChunkConfig(Section):
     chunk_tokens: Count = Field(
         default=128,
         description=(
-            "Tokens per chunk. On a GPU, the default is the smallest power of two whose KV is at least 256 MiB on a rank. It is "
-            "at least 512 and at most the tokens of one engine step. In vLLM, without microbatches and with "
-            "chunk.layers_per_group null, it is the largest power of two for which the KV of one layer has at most 32 MiB, "
-            "within the same limits."
+            "Tokens per chunk. Default on a GPU: the smallest power of two whose KV is at least 256 MiB on a rank, at least "
+            "512 and at most one engine step. vLLM, without microbatches and with chunk.layers_per_group null: the largest "
+            "power of two whose KV of one layer is at most 32 MiB, within the same limits."
         ),
     )
     layers_per_group: CountOrZero | None = Field(
         default=None,
         description=(
-            "Layers per chunk. The first layers are sent while the last are computed. 0 means all. null chooses them for each "
-            "decode node, by chunk.piece_bytes."
+            "Layers per chunk. The first layers are sent while the last are computed. 0: all. null: chosen for each decode "
+            "node by chunk.piece_bytes."
         ),
     )
     piece_bytes: SizeBytes | None = Field(
         default=None,
         description=(
-            "Most bytes of a chunk from one rank to another, as far as fewer layers per chunk allow it; instead of "
-            "chunk.layers_per_group. null computes it from the measured links: bandwidth x cost of a piece."
+            "Maximum bytes of a chunk from one rank to another, reached by fewer layers per chunk. Replaces "
+            "chunk.layers_per_group. null: from the measured links, bandwidth x cost of a piece."
         ),
     )
 
@@ -137,15 +137,15 @@ class StagingConfig(Section):
     num_slots: Annotated[int, BeforeValidator(no_bool), Field(ge=2)] = Field(
         default=4,
         description=(
-            "Staging memory of a rank, in slots. Each slot holds the largest piece. If the pieces for the joined decode nodes "
-            "are smaller, the same memory has more slots. Pieces of one peer share a slot. 2 is the least with overlap."
+            "Staging memory of a rank, in slots of the largest piece. Smaller pieces give more slots in the same memory. "
+            "Pieces of one peer share a slot. Overlap needs at least 2."
         ),
     )
     slot_bytes: SizeBytes | None = Field(
         default=None,
         description=(
-            "Size of the largest piece that is staged. null means the size of this rank's largest chunk. On a GPU, null also "
-            "limits the staging memory to 1 GiB or a 64th of the device, whichever is less."
+            "Size of a slot: the largest staged piece. null: this rank's largest chunk; on a GPU, the staging memory is then "
+            "at most 1 GiB and a 64th of the device."
         ),
     )
 

@@ -115,8 +115,8 @@ class ServerConfig(Section):
     host: Host = Field(
         default="127.0.0.1",
         description=(
-            "Address that every port of the node binds. The data plane's own ports are on the loopback device if this is a "
-            "loopback address, otherwise on those of UCX_NET_DEVICES (default: all)."
+            "Address that the node's ports bind. With a loopback address, UCX uses only the loopback device, otherwise those "
+            "of UCX_NET_DEVICES (default: all)."
         ),
     )
     port: Port = Field(default=0, description="Port of the public gRPC API; 0 takes a free one.")
@@ -167,11 +167,11 @@ class TlsConfig(Section):
 
     cert_file: Path | None = Field(
         default=None,
-        description="PEM certificate of this process, followed by the intermediate ones; read again when it changes.",
+        description="PEM certificate of this process and its intermediate certificates. A changed file is read again.",
     )
     key_file: Path | None = Field(
         default=None,
-        description="PEM private key of that certificate, without a passphrase. Rejected if everybody may read or write it.",
+        description="PEM private key of that certificate, without a passphrase. Rejected if all users can read or write it.",
     )
     ca_file: Path | None = Field(
         default=None, description="PEM certificates of the authorities that sign the other side's certificates."
@@ -260,7 +260,7 @@ class DiscoveryConfig(Section):
     )
     interval_s: Annotated[float, BeforeValidator(no_bool), Field(ge=_LEAST_LOOK_S, le=86_400)] = Field(
         default=5.0,
-        description="Seconds between two looks at the file or the name. etcd: seconds until a silent watch is checked.",
+        description="Seconds between two reads of the file or the name. etcd: seconds until a silent watch is checked.",
     )
     grace_s: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=86_400)] = Field(
         default=30.0,

@@ -107,19 +107,17 @@ class NodeConfig(InstanceConfig):
     drain_timeout_s: Seconds = Field(
         default=30.0,
         description=(
-            "Longest wait for requests in flight after SIGTERM, and before a change of role. The call Drain has a deadline of its"
-            " own."
+            "Maximum wait for requests in flight after SIGTERM, and before a change of role. The call Drain has its own deadline."
         ),
     )
     other_role: Path | None = Field(
         default=None,
         description=(
-            "YAML file of the settings that differ when this node has the other role, see SwitchRole. null means that it cannot "
-            "change its role."
+            "YAML file of the settings that differ in the other role (SwitchRole). null: the node cannot change its role."
         ),
     )
     ready_file: Path | None = Field(
-        default=None, description="JSON file with the node's addresses, written once it is ready; null writes none."
+        default=None, description="JSON file with the node's addresses, written when its ranks are ready. null: none."
     )
 
     @property
@@ -190,25 +188,24 @@ class DecodeNodeConfig(NodeConfig):
     cuda_graph_max_bs: CountOrZero | None = Field(
         default=None,
         description=(
-            "Largest decode batch that is captured into a CUDA graph; 0 captures none. null means the batch that docs/memory.md "
-            "gives for the device, at most limits.max_running_requests. No effect on cpu."
+            "Largest decode batch with a CUDA graph; 0 disables graphs. null: by the device (docs/memory.md), at most "
+            "limits.max_running_requests. No effect on cpu."
         ),
     )
     cuda_graph_bs: Annotated[tuple[Count, ...] | None, BeforeValidator(listed)] = Field(
         default=None,
         description=(
-            "Batch sizes of decode steps that are captured into CUDA graphs, each at most limits.max_running_requests. A batch "
-            "runs in the smallest graph that fits it, and without one if it is larger than all. An empty list captures none. "
-            "null means 1, 2, 4 and every eighth size up to cuda_graph_max_bs. Do not set both. No effect on cpu. "
-            "With speculative.method, each size is captured with and without draft tokens. "
-            "In the environment: separated by commas."
+            "Decode batch sizes with a CUDA graph, each at most limits.max_running_requests. Not with cuda_graph_max_bs. A "
+            "batch uses the smallest graph that fits, or none. Empty list: no graphs. null: 1, 2, 4 and every eighth size up "
+            "to cuda_graph_max_bs. With speculative.method, each size has a graph with and one without draft tokens. No "
+            "effect on cpu. In the environment: separated by commas."
         ),
     )
     torch_compile: bool = Field(
         default=False,
         description=(
-            "Compile the layers of decode steps with torch.compile at start, which can take minutes. On cuda, steps with a CUDA "
-            "graph are compiled. If compilation fails, the node logs torch_compile_unusable and runs uncompiled steps."
+            "Compile the layers of decode steps at start, which can take minutes. On cuda, only steps with a CUDA graph. If "
+            "it fails, steps run uncompiled (log event torch_compile_unusable)."
         ),
     )
     torch_compile_max_bs: Count = Field(
@@ -309,20 +306,20 @@ class ConnectorLimitsConfig(Section):
     meet_timeout_s: Seconds = Field(
         default=60.0,
         description=(
-            "Longest wait of one side for the other: prefill waits for its engine to get or begin a prompt, decode for a prefill "
+            "Maximum wait for the other side: prefill waits for its engine to get or begin a prompt, decode for a prefill "
             "node to join."
         ),
     )
     hold_s: Seconds = Field(
         default=120.0,
-        description="Prefill: longest time that the pages of a computed prompt are held for a decode side that has not asked.",
+        description="Prefill: maximum time to hold the pages of a computed prompt that no decode side has requested.",
     )
     prefill_retries: CountOrZero = Field(
         default=2,
         description="Decode: retries of a transfer, while the prefill side still has the prompt; 0 disables them.",
     )
     max_transfers: CountOrZero = Field(
-        default=4096, description="Transfers in flight on one side. Further ones are refused at once."
+        default=4096, description="Maximum transfers in flight on one side. Further ones are refused."
     )
 
 
@@ -344,8 +341,7 @@ class ConnectorConfig(InstanceConfig):
     join_on_request: bool = Field(
         default=False,
         description=(
-            "Decode: join also a prefill node that a request names and peers.prefill_nodes does not. Every caller can then make "
-            "this process connect to any address."
+            "Decode: also join prefill nodes that requests name. Every caller can then make this process connect to any address."
         ),
     )
 

@@ -26,20 +26,18 @@ NgramTokens = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MAX_NGRAM_
 class LimitsConfig(Section):
     """Bounds of the node's work."""
 
-    max_queued_requests: Count = Field(
-        default=256, description="Requests that may wait, as each does at first. Further ones are refused at once."
-    )
+    max_queued_requests: Count = Field(default=256, description="Maximum requests in the queue. Further ones are refused.")
     max_running_requests: Count = Field(
         default=32,
-        description="Requests computed, transferred or generated at once. On a GPU the default follows from its memory.",
+        description="Maximum concurrent requests: computed, transferred or generated. The default depends on a GPU's memory.",
     )
     max_seq_len: Count | None = Field(
-        default=None, description="Most tokens of a request, prompt and generation together; null means the model's context."
+        default=None, description="Maximum tokens of a request, prompt and generation together. null: the model's context."
     )
-    queue_timeout_s: Seconds = Field(default=60.0, description="Longest wait for room before a request is refused.")
+    queue_timeout_s: Seconds = Field(default=60.0, description="Maximum wait of a request for room. After that it is refused.")
     step_timeout_s: Seconds = Field(
         default=600.0,
-        description="Longest step of the engine. After that it is considered hung, and its ranks are started again.",
+        description="Maximum time of an engine step. After that the engine counts as hung, and the ranks restart.",
     )
 
 
@@ -47,7 +45,7 @@ class PrefillLimitsConfig(LimitsConfig):
     """Bounds of a prefill node."""
 
     max_step_tokens: Count = Field(
-        default=512, description="Most tokens of one step of the engine. On a GPU the default follows from its memory."
+        default=512, description="Maximum tokens of an engine step. On a GPU, the default depends on its memory."
     )
 
 
@@ -57,15 +55,14 @@ class DecodeLimitsConfig(LimitsConfig):
     prefill_retries: CountOrZero = Field(
         default=1,
         description=(
-            "Retries of a request on another prefill node, if its own is lost before its first token was returned; 0 disables "
-            "them."
+            "Retries of a request on another prefill node, if the first is lost before the first token. 0 disables retries."
         ),
     )
     join_timeout_s: SecondsOrZero = Field(
         default=10.0,
         description=(
-            "Longest wait of a request for a prefill node to join, if none is joined and one may come: it is joining, drains or "
-            "does not answer. 0 refuses the request at once."
+            "Maximum wait of a request for a prefill node to join, if none is joined but one is joining, drains or does not "
+            "answer. 0: refuse at once."
         ),
     )
 
@@ -91,8 +88,8 @@ class SpeculativeConfig(DraftModelConfig):
     method: Literal["ngram", "draft_model"] | None = Field(
         default=None,
         description=(
-            "ngram: the draft tokens are those that followed the same tokens earlier in the prompt or generation. draft_model: a "
-            "smaller model computes them (speculative.model). null: no speculative decoding."
+            "Source of draft tokens. ngram: the tokens that followed the same tokens earlier in the request. draft_model: a "
+            "smaller model (speculative.model). null: no speculative decoding."
         ),
     )
     num_speculative_tokens: Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = Field(
@@ -139,11 +136,11 @@ class HeartbeatConfig(Section):
 class RestartConfig(Section):
     """Restarts after the death of a rank process."""
 
-    max_restarts: CountOrZero = Field(default=3, description="Restarts of the ranks before the node ends.")
+    max_restarts: CountOrZero = Field(default=3, description="Maximum restarts of the ranks. After that the node exits.")
     backoff_s: Annotated[float, BeforeValidator(no_bool), Field(ge=0.01, le=86_400)] = Field(
-        default=1.0, description="Pause before the first restart; each further restart doubles it."
+        default=1.0, description="Pause before the first restart. It doubles with each further restart."
     )
-    max_backoff_s: Seconds = Field(default=30.0, description="Longest pause before a restart.")
+    max_backoff_s: Seconds = Field(default=30.0, description="Maximum pause before a restart.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -158,7 +155,7 @@ class PlacementConfig(Section):
     prefix_tokens: CountOrZero | None = Field(
         default=None,
         description=(
-            "Prefer the prefill node that recently had the same beginning of a prompt, unless it has more than this many more "
+            "Prefer the prefill node that recently computed the same beginning of a prompt, unless it has this many more "
             "tokens outstanding. 0 disables this. null: 512 with a store, otherwise 0."
         ),
     )
@@ -168,15 +165,15 @@ class BreakerConfig(Section):
     """Breakers, which leave out a prefill node for a while if others are joined. The loss of a node opens its breaker."""
 
     failures: Count = Field(
-        default=5, description="Failures by a prefill node's fault within breaker.window_s before it is left out."
+        default=5, description="Failures of a prefill node within breaker.window_s that open its circuit breaker."
     )
     window_s: Seconds = Field(default=10.0, description="Seconds after which such a failure does not count any more.")
     pause_s: Seconds = Field(
         default=1.0,
-        description="Seconds for which a node is left out before one request tries it; doubled each time.",
+        description="Seconds for which an open breaker rejects requests, before one request tests the node; doubled each time.",
     )
     max_pause_s: Seconds = Field(
-        default=30.0, description="Longest such pause. A node that has served for so long begins with breaker.pause_s again."
+        default=30.0, description="Maximum pause. After this time of success, the pause is breaker.pause_s again."
     )
 
     @model_validator(mode="after")
@@ -196,13 +193,13 @@ class StatusPageConfig(Section):
     enabled: bool = Field(default=True, description="Serve the status page, `/` and `/status.json`, on server.http_port.")
     request_ids: bool = Field(
         default=False,
-        description="Show the clients' request ids to everybody who reaches the port. Otherwise show a word for each.",
+        description="Show the clients' request ids to every client of the port. Otherwise show a random word for each.",
     )
     host_names: Annotated[tuple[Host, ...], BeforeValidator(listed)] = Field(
         default=(),
         description=(
-            "Further host names of the page, besides localhost, addresses and server.advertise_host. Through any other name, a "
-            "website could read it. In the environment: separated by commas."
+            "Further host names of the page, besides localhost, addresses and server.advertise_host. Other names are "
+            "rejected, which prevents DNS rebinding. In the environment: separated by commas."
         ),
     )
 

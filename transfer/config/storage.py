@@ -56,28 +56,28 @@ class OffloadConfig(HostMemoryConfig):
 
     stride_tokens: Count = Field(
         default=64,
-        description="Tokens of a request that are saved at a time, rounded down to whole pages; at least one page.",
+        description="Tokens of a request per save, rounded down to whole pages; at least one page.",
     )
     device_window: CountOrZero | None = Field(
         default=None,
         description=(
-            "Newest tokens of each request that stay on the device. Older ones leave it when the pool is short of pages, and are "
-            "read in host memory. null: all stay, and a request must fit the device pool. A long prompt arrives in host memory "
-            "by whole chunks, so a device pool with room for little more than one chunk may keep fewer of its tokens."
+            "Newest tokens of each request that stay on the device. Older ones move to host memory when the pool is short of "
+            "pages. null: all stay, and a request must fit the device pool. Long prompts arrive in host memory by whole "
+            "chunks, so fewer tokens can stay if the device pool has little more than one chunk."
         ),
     )
     io_backend: Literal["auto", "kernel", "copies"] = Field(
         default="auto",
         description=(
-            "How pages cross the host link of a GPU: a kernel reads or writes host memory, or a copy moves each run of host "
-            "pages. auto: kernel if runs are shorter than 256 KiB on average."
+            "Copies over the host link of a GPU. kernel: a kernel reads or writes host memory. copies: one copy per run of "
+            "host pages. auto: kernel if runs are shorter than 256 KiB on average."
         ),
     )
     high_water: Share = Field(
         default=0.9,
-        description="Fraction of the device pool above which requests give up pages before offload.device_window.",
+        description="Fraction of the device pool above which pages older than offload.device_window move to host memory.",
     )
-    low_water: Share = Field(default=0.7, description="Fraction of the device pool below which pages are brought back.")
+    low_water: Share = Field(default=0.7, description="Fraction of the device pool below which pages are loaded back.")
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -124,7 +124,7 @@ class StorageBreakerConfig(BreakerConfig):
     )
     max_pause_s: Seconds = Field(
         default=60.0,
-        description="Longest such pause. If the store works for this long, the pause is storage.breaker.pause_s again.",
+        description="Maximum pause. If the store works for this long, the pause is storage.breaker.pause_s again.",
     )
 
 
@@ -146,7 +146,7 @@ class StorageConfig(Section):
         default=None,
         description=(
             "Maximum size of storage.directory, for all nodes together. The least recently used pages are evicted. null: no "
-            "limit but the disk. Only for storage.directory: use the rules of a bucket."
+            "limit. For storage.url, use lifecycle rules of the bucket."
         ),
     )
     salt: Annotated[str, Field(max_length=128)] = Field(
@@ -157,14 +157,13 @@ class StorageConfig(Section):
     get_timeout_s: Seconds = Field(
         default=2.0,
         description=(
-            "Longest wait of a request for one lookup in the store, including the pages that it loads. Pages that arrive later "
-            "are computed. An attempt has up to three lookups: by the decode node, by the prefill node, and by the ranks of the "
-            "prefill node, which load the pages."
+            "Maximum wait of a request for one lookup in the store, including the loaded pages. Pages that arrive later are "
+            "computed. An attempt has up to three lookups: decode node, prefill node, and prefill ranks."
         ),
     )
     queue_bytes: SizeBytes = Field(
         default=256 << 20,
-        description="Maximum bytes of a process that wait for reads, and the same for writes. Further pages are skipped.",
+        description="Maximum bytes of a process that wait for reads, and likewise for writes. Further pages are skipped.",
     )
     threads: Count = Field(
         default=4,
