@@ -15,11 +15,11 @@ _SPEED: Final = Row(
     title="Speed",
     charts=(
         Chart(
-            title="Speed while busy, of the probe",
+            title="Speed while busy / probe",
             description=(
-                "Of each link of a prefill node: seconds that its writes should have taken by its probe, over those in which it "
-                "was busy. N links that fill a card together show 1/N each. Single links below 20 %: that path, card or machine. "
-                "All of one node, and fewer bytes than its card carries: its card. All at once: the network."
+                "For each link: time that its writes should take at its probe's speed, divided by its busy time. N links that "
+                "fill a card show 1/N each. Single links below 20 %: their path. All of a node, below the card's rate: its "
+                "card. All: the network."
             ),
             unit=Unit.SHARE,
             lines=(
@@ -38,8 +38,8 @@ _SPEED: Final = Row(
         Chart(
             title="Bandwidth while busy",
             description=(
-                "Bytes written on a link over the seconds in which it was busy. Compare with the probe beside it; short writes "
-                "stay below it because each has a latency."
+                "Bytes written, divided by the seconds in which the link was busy. Short writes stay below the probe because "
+                "of their latency."
             ),
             unit=Unit.BYTES_PER_S,
             lines=(
@@ -54,22 +54,20 @@ _SPEED: Final = Row(
             columns=12,
         ),
         Chart(
-            title="Bandwidth of the probe",
+            title="Probe bandwidth",
             description=(
-                "Of one large write when the link was attached, alone on it; of links to several decode nodes with the same "
-                "ranks, the lowest. Links of one kind should be alike: one that is several times slower has another lane, "
-                "another card or an older cable. transport.min_bandwidth_bytes_per_s refuses it."
+                "One large write at attach, alone on the link; the lowest of links with the same ranks. Similar links should "
+                "be equal. A slower one has another lane, card or cable; transport.min_bandwidth_bytes_per_s rejects it."
             ),
             unit=Unit.BYTES_PER_S,
             lines=(Line(expr=summed("kvferry_link_bandwidth_bytes_per_second", *_LINK, where=_OF_PREFILL), legend=_LEGEND),),
             columns=12,
         ),
         Chart(
-            title="Latency of the probe",
+            title="Probe latency",
             description=(
-                "Of a small write when the link was attached; of links to several decode nodes with the same ranks, the highest. "
-                "Microseconds over NVLink, shared memory and RDMA, tens to hundreds over TCP. A link that is far above its like "
-                "is not on the way that you think."
+                "A small write at attach; the highest of links with the same ranks. Microseconds over NVLink, shared memory "
+                "and RDMA, tens to hundreds over TCP. A link far above similar ones takes another path than expected."
             ),
             unit=Unit.SECONDS,
             lines=(Line(expr=summed("kvferry_link_latency_seconds", *_LINK, where=_OF_PREFILL), legend=_LEGEND),),
@@ -82,10 +80,10 @@ _USE: Final = Row(
     title="Use",
     charts=(
         Chart(
-            title="Share of time in use",
+            title="Link utilisation",
             description=(
-                "Time in which at least one write was under way; links to several decode nodes with the same ranks are one. Near "
-                "100 %: the link is the limit of what is asked of it; near zero: nothing waits for it, whatever its speed is."
+                "Time with at least one write in progress, for all links with the same ranks. Near 100 %: the link is the "
+                "limit. Near zero: its speed does not matter."
             ),
             unit=Unit.SHARE,
             lines=(Line(expr=per_second("kvferry_link_busy_seconds_total", *_LINK), legend=_LEGEND),),
@@ -94,8 +92,7 @@ _USE: Final = Row(
         Chart(
             title="Bytes written, by lane",
             description=(
-                "Which ways the bytes take. A network lane (net) beside a faster one (shm, ipc, direct) on one machine says that "
-                "some links have fallen back; see below."
+                "A network lane (net) beside a faster one (shm, ipc, direct) on one machine: some links fell back, see below."
             ),
             unit=Unit.BYTES_PER_S,
             lines=(Line(expr=per_second("kvferry_link_written_bytes_total", "lane"), legend="{{lane}}"),),
@@ -104,9 +101,8 @@ _USE: Final = Row(
         Chart(
             title="Pairs of ranks, by lane",
             description=(
-                "Prefill ranks and the numbers of the decode ranks that they write to, by what carries their bytes. Links to "
-                "several decode nodes with the same ranks are one, so it need not change when a node joins or leaves. A lane "
-                "that was not there before is worth a look at its bandwidth."
+                "Pairs of prefill rank and decode rank number, by lane. Links to several decode nodes with the same ranks "
+                "count once. Check the bandwidth of a lane that is new."
             ),
             unit=Unit.LINKS,
             lines=(
@@ -118,10 +114,10 @@ _USE: Final = Row(
             is_stacked=True,
         ),
         Chart(
-            title="Bytes of a write",
+            title="Write size",
             description=(
-                "Mean size of a bulk write. Far below chunk.piece_bytes: prompts are short, or many ranks share each chunk, and "
-                "the latency of a write weighs more."
+                "Mean size of a bulk write. Far below chunk.piece_bytes: prompts are short, or many ranks share a chunk, and "
+                "latency matters more."
             ),
             unit=Unit.BYTES,
             lines=(
@@ -135,10 +131,10 @@ _USE: Final = Row(
             ),
         ),
         Chart(
-            title="Writes, and what they stand for",
+            title="Writes, and writes avoided",
             description=(
-                "Bulk writes, and the descriptors beyond them that the same KV would have taken token by token, layer by layer. "
-                "Avoided over writes is what staging is for: hundreds are ordinary; near 0 it costs and gives nothing."
+                "Bulk writes, and further descriptors that the same KV would need token by token and layer by layer. Ratios "
+                "of hundreds are normal. Near 0, staging brings nothing."
             ),
             unit=Unit.TIMES_PER_S,
             lines=(
@@ -147,10 +143,10 @@ _USE: Final = Row(
             ),
         ),
         Chart(
-            title="Seconds of a write",
+            title="Write duration",
             description=(
-                "Median and 99th percentile of bulk writes, by prefill node. One node far above the others: its card or its way. "
-                "They grow with the size of a write."
+                "Median and 99th percentile of bulk writes by prefill node. One node far above the others: its card or path. "
+                "Larger writes take longer."
             ),
             unit=Unit.SECONDS,
             lines=(
@@ -168,14 +164,13 @@ _USE: Final = Row(
 )
 
 _WAITS: Final = Row(
-    title="What waits, and what goes wrong",
+    title="Waits and errors",
     charts=(
         Chart(
-            title="Seconds until there was credit",
+            title="Wait for credit",
             description=(
-                "What chunks that were ready waited until they could be gathered for bytes of the ring, by prefill node. Far "
-                "above a write: the link is not the limit, the ring or the decode side is; raise ring.capacity_bytes, or look at "
-                "scatter."
+                "Wait of ready pieces for bytes of the ring, by prefill node. Far above a write: the ring or the decode side "
+                "is the limit. Raise ring.capacity_bytes, or check scatter."
             ),
             unit=Unit.SECONDS,
             lines=(
@@ -187,10 +182,10 @@ _WAITS: Final = Row(
             ),
         ),
         Chart(
-            title="Seconds from a write to its release",
+            title="Write to release",
             description=(
-                "Until a grant came back released, scatter included, by prefill node. Far above scatter: acks are late, because "
-                "the decode rank is busy or the registry plane is."
+                "Time until a grant is released, including scatter, by prefill node. Far above scatter: acks are late, "
+                "because the decode rank or the registry plane is busy."
             ),
             unit=Unit.SECONDS,
             lines=(
@@ -199,11 +194,10 @@ _WAITS: Final = Row(
             ),
         ),
         Chart(
-            title="Slowest and fastest link, of the probe",
+            title="Slowest and fastest link / probe",
             description=(
-                "Of each prefill rank, every link by itself, over two minutes of use: what the slowest and the fastest make of "
-                "their probes. Slowest below 20 % and far below fastest: one link, which link_slow in the rank's log names. -1: "
-                "none is in use."
+                "Each prefill rank's slowest and fastest link in use over two minutes, relative to their probes. Slowest "
+                "below 20 % and far below fastest: one link, see link_slow in the log. -1: none is in use."
             ),
             unit=Unit.SHARE,
             lines=(
@@ -212,32 +206,31 @@ _WAITS: Final = Row(
             ),
         ),
         Chart(
-            title="Links that fell back",
+            title="Links on a slower transport",
             description=(
-                "Links between processes of one machine that go over the network because a faster way is not possible, by decode "
-                "node. Should be zero: transport_fell_back in the rank's log names the obstacle, the runbook of "
-                "KvferryTransportFellBack what to do."
+                "Links on a slower transport than expected, by decode node. Should be zero: see transport_fell_back in the "
+                "rank's log and the runbook of KvferryTransportFellBack."
             ),
             unit=Unit.LINKS,
             lines=(Line(expr=summed("kvferry_links_fallen_back", "instance"), legend="{{instance}}"),),
         ),
         Chart(
-            title="Chunks that arrived broken, and were sent again",
+            title="Digest errors and resends",
             description=(
-                "Chunks whose digest did not fit, by decode node, and those that prefill nodes sent once more. Should be zero: "
-                "memory, a network card or a cable is failing; the node that all of them have in common is the one."
+                "Pieces with a wrong digest, by decode node, and pieces that prefill nodes sent again. Should be zero: "
+                "memory, a network card or a cable of the common node is failing."
             ),
             unit=Unit.TIMES_PER_S,
             lines=(
-                Line(expr=per_second("kvferry_broken_chunks_total", "instance"), legend="{{instance}}: broken"),
-                Line(expr=per_second("kvferry_resends_total", "instance"), legend="{{instance}}: sent again"),
+                Line(expr=per_second("kvferry_broken_chunks_total", "instance"), legend="{{instance}}: wrong digest"),
+                Line(expr=per_second("kvferry_resends_total", "instance"), legend="{{instance}}: resent"),
             ),
         ),
         Chart(
             title="Control messages dropped, by reason",
             description=(
-                "Messages between ranks that broke a rule. A few beside restarts and lost peers are ordinary; a steady rate is a "
-                "peer of another build, or a stranger."
+                "Messages that broke a rule. A few at restarts and lost peers are normal. A steady rate: a peer of another "
+                "build, or an attack."
             ),
             unit=Unit.MESSAGES_PER_S,
             lines=(Line(expr=per_second("kvferry_dropped_messages_total", "role", "reason"), legend="{{role}}: {{reason}}"),),
@@ -245,8 +238,8 @@ _WAITS: Final = Row(
         Chart(
             title="Watermark acks",
             description=(
-                "Acks that decode nodes send and prefill nodes receive, heartbeats among them. Received well below sent: the "
-                "registry plane loses or delays them, and writers wait for bytes that are free."
+                "Acks that decode nodes send and prefill nodes receive, including heartbeats. Received far below sent: the "
+                "registry plane loses or delays them, and writers wait for free bytes."
             ),
             unit=Unit.MESSAGES_PER_S,
             lines=(Line(expr=per_second("kvferry_watermark_acks_total", "role"), legend="{{role}}"),),
@@ -258,8 +251,8 @@ LINK: Final = Dashboard(
     name="link",
     title="kvferry: links",
     description=(
-        "Links between prefill and decode ranks. To be looked at when KV moves slower than it should, when requests wait for "
-        "credit, or when a network was changed."
+        "Links between prefill and decode ranks. Use it when transfers are slow, when requests wait for credit, or after "
+        "changes of the network."
     ),
     rows=(_SPEED, _USE, _WAITS),
 )

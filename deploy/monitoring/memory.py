@@ -22,19 +22,18 @@ _PLAN: Final = Row(
         Chart(
             title="Planned, by line",
             description=(
-                "What the memory plan gives to each of its lines, on the fullest rank. What is left over is what kvferry plan "
-                "prints as free: little of it, and a longer prompt or larger batch can run out."
+                "Bytes of each line of the memory plan, on the fullest rank. With little left over, a longer prompt or larger "
+                "batch can run out of memory."
             ),
             unit=Unit.BYTES,
             lines=(Line(expr=highest("kvferry_memory_planned_bytes", "role", "line"), legend="{{role}}: {{line}}"),),
             columns=12,
         ),
         Chart(
-            title="Real, of what was planned",
+            title="Real / planned",
             description=(
-                "What each line came to where it was measured, of its plan, on the rank that is furthest above it. Above 110 % "
-                "and by more than 256 MiB: the alert KvferryMemoryAbovePlan; lower memory.static_fraction by that much. Well "
-                "below 100 %: there is room for a larger pool."
+                "Measured bytes of each line divided by its plan, on the rank furthest above it. Above 110 % and 256 MiB: "
+                "alert KvferryMemoryAbovePlan, lower memory.static_fraction. Far below 100 %: room for a larger pool."
             ),
             unit=Unit.SHARE,
             lines=(
@@ -56,8 +55,8 @@ _POOL: Final = Row(
         Chart(
             title="Pages in use",
             description=(
-                "Pages of each tier's pools by group of layers: bound to tokens that are there, reserved for those that will "
-                "come, of all. Near 100 % on one tier while requests wait: more of its nodes, or a larger pool (pool.num_pages)."
+                "Pages of each tier's pools by group of layers: bound to tokens, or reserved. Near 100 % on one tier while "
+                "requests wait: add nodes, or enlarge the pool (pool.num_pages)."
             ),
             unit=Unit.SHARE,
             lines=(
@@ -76,28 +75,27 @@ _POOL: Final = Row(
         Chart(
             title="Free pages, by rank",
             description=(
-                "The pool of each rank. Ranks of one node are alike. The lowest one decides whether a request gets room; none "
-                "free for long, and requests queue."
+                "Ranks of one node are equal. The lowest decides whether a request gets room. No free pages for long: "
+                "requests queue."
             ),
             unit=Unit.PAGES,
             lines=(Line(expr=summed("kvferry_pool_pages", *_RANK, where='state="free"'), legend=_LEGEND),),
             columns=12,
         ),
         Chart(
-            title="Requests that wait for pages",
+            title="Requests waiting for pages",
             description=(
-                "Requests that find too few free pages in their node's own pool. If above zero for minutes, KvferryPoolFull "
-                "fires. Raise memory.static_fraction or pool.num_pages, or add nodes of the tier."
+                "Requests that find too few free pages in their node's pool. Above zero for minutes, KvferryPoolFull fires: "
+                "raise memory.static_fraction or pool.num_pages, or add nodes."
             ),
             unit=Unit.REQUESTS,
             lines=(Line(expr=summed("kvferry_requests_waiting_for_pages", "role", "instance"), legend="{{role}} {{instance}}"),),
             columns=12,
         ),
         Chart(
-            title="Steps without memory",
+            title="Steps that ran out of memory",
             description=(
-                "Steps that failed because memory ran out, with all of their requests. KvferryOutOfMemory fires on any such "
-                "step. The log names the settings to lower."
+                "All requests of such a step failed, and KvferryOutOfMemory fires. The log names the settings to lower."
             ),
             unit=Unit.TIMES_PER_S,
             lines=(
@@ -114,7 +112,7 @@ _RING: Final = Row(
         Chart(
             title="Ring in use",
             description=(
-                "Unreleased bytes, of the ring's size; grants that wait for room count too. Above 100 % for long while chunks "
+                "Unreleased bytes, including waiting grants, divided by the ring's size. Above 100 % for long while pieces "
                 "wait for credit: raise ring.capacity_bytes, if scatter keeps up."
             ),
             unit=Unit.SHARE,
@@ -126,10 +124,10 @@ _RING: Final = Row(
             ),
         ),
         Chart(
-            title="Most of the ring in use, ever",
+            title="Ring peak",
             description=(
-                "The most that was granted at once since the rank began, of the ring. At 100 % grants had to wait, or just "
-                "filled it; well below after a day of load: the ring can be smaller."
+                "Largest share of the ring granted at once since the rank started. 100 %: grants had to wait, or just filled "
+                "it. Far below after a day of load: the ring can be smaller."
             ),
             unit=Unit.SHARE,
             lines=(
@@ -143,26 +141,26 @@ _RING: Final = Row(
         Chart(
             title="Open grants",
             description=(
-                "Grants that are not released: asked for ahead, written, or about to be scattered. It follows the load; standing "
-                "still above zero: a stuck writer, see the watermark."
+                "Unreleased grants: requested ahead, written, or about to be scattered. Constant above zero without load: a "
+                "stuck writer, see the watermark."
             ),
             unit=Unit.GRANTS,
             lines=(Line(expr=summed("kvferry_ring_live_grants", *_RANK), legend=_LEGEND),),
         ),
         Chart(
-            title="Watermark: bytes behind",
+            title="Watermark lag",
             description=(
-                "Positions between the watermark and the newest grant. Near the bytes in use in ordinary traffic; far above them "
-                "one old grant is stuck, and what came after it is done and reused around it."
+                "Distance from the watermark to the newest grant. Normally near the bytes in use. Far above: one old grant is "
+                "stuck, and later ones are released around it."
             ),
             unit=Unit.BYTES,
             lines=(Line(expr=highest("kvferry_ring_watermark_lag_bytes", *_RANK), legend=_LEGEND),),
         ),
         Chart(
-            title="Watermark: standing still for",
+            title="Watermark stalled",
             description=(
-                "Seconds for which the oldest open grant has been the oldest, those in quarantine left out. As long as a chunk "
-                "takes to compute is ordinary. Beyond a minute a writer is stuck: the runbook of KvferryWatermarkStalled."
+                "Age of the oldest open grant, without quarantine. Up to the time of a chunk's computation is normal. Above a "
+                "minute: see the runbook of KvferryWatermarkStalled."
             ),
             unit=Unit.SECONDS,
             lines=(Line(expr=highest("kvferry_ring_watermark_stalled_seconds", *_RANK), legend=_LEGEND),),
@@ -170,10 +168,10 @@ _RING: Final = Row(
             bad=60,
         ),
         Chart(
-            title="Watermark: moved on",
+            title="Watermark throughput",
             description=(
-                "Bytes of the ring that are released in a second: what it turns over. Zero while grants are open is a watermark "
-                "that stands still; it falls back to zero when a rank begins again."
+                "Bytes of the ring released per second. Zero with open grants: the watermark is stalled. It restarts at zero "
+                "with the rank."
             ),
             unit=Unit.BYTES_PER_S,
             lines=(Line(expr=change("kvferry_ring_watermark_position_bytes", *_RANK), legend=_LEGEND),),
@@ -181,9 +179,8 @@ _RING: Final = Row(
         Chart(
             title="Quarantine",
             description=(
-                "Bytes that the writer of an ended transfer may still write, of the ring. Above zero for an instant after "
-                "aborts. What stays is a writer that is frozen or cut off: end that prefill node (the runbook of "
-                "KvferryQuarantineStuck)."
+                "Bytes that the writer of an ended transfer can still write, divided by the ring's size. Short peaks follow "
+                "aborts. If it stays, the writer is frozen or unreachable: see the runbook of KvferryQuarantineStuck."
             ),
             unit=Unit.SHARE,
             lines=(
@@ -198,8 +195,8 @@ _RING: Final = Row(
         Chart(
             title="Staging slots in use",
             description=(
-                "Share of each prefill rank's staging slots that hold bytes on their way. All in use for long: writes, or their "
-                "releases, are slower than gathers; see the link dashboard."
+                "Share of each prefill rank's staging slots. All in use for long: writes or releases are slower than gathers "
+                "(link dashboard)."
             ),
             unit=Unit.SHARE,
             lines=(
@@ -216,9 +213,8 @@ _RING: Final = Row(
         Chart(
             title="Largest piece of a chunk",
             description=(
-                "Most bytes of a chunk between two ranks, over all joined peers. The ring should hold two of them for each "
-                "prefill rank that writes, or nothing overlaps; a peer with another one is refused at attach if the ring cannot "
-                "hold it."
+                "Largest piece between two ranks, for all joined peers. The ring should hold two of them per writing prefill "
+                "rank to overlap. A piece that exceeds the ring is refused at attach."
             ),
             unit=Unit.BYTES,
             lines=(Line(expr=highest("kvferry_largest_piece_bytes", "role", "instance"), legend="{{role}} {{instance}}"),),
@@ -232,9 +228,8 @@ _HOST: Final = Row(
         Chart(
             title="Host pages, by state",
             description=(
-                "Pages of decode nodes' host pools: held ones belong to running requests, cached ones make room when others need "
-                "it. Held alone near all: give more (offload.host_ratio, offload.host_memory). The offload dashboard has the "
-                "rest."
+                "Pages of decode nodes' host pools. held: of running requests; cached: replaced if others need room. Only "
+                "held pages: raise offload.host_ratio or offload.host_memory."
             ),
             unit=Unit.PAGES,
             lines=(Line(expr=summed("kvferry_host_pages", "group", "state"), legend="{{group}}: {{state}}"),),
@@ -243,17 +238,17 @@ _HOST: Final = Row(
         Chart(
             title="Host memory full",
             description=(
-                "Times that host memory had no room for a request, which then waits, or whose pages are not kept. Should be zero "
-                "nearly always; see the offload dashboard."
+                "Requests that found no room in host memory. They wait, or their pages are not kept. Should be near zero "
+                "(offload dashboard)."
             ),
             unit=Unit.TIMES_PER_S,
             lines=(Line(expr=per_second("kvferry_offload_host_full_total", "instance"), legend="{{instance}}"),),
         ),
         Chart(
-            title="Memory of the processes",
+            title="Process memory",
             description=(
-                "Resident bytes of the ranks' processes, by node, shared ones included: rings, staging and host pools on "
-                "machines without GPUs are among them. A climb for hours is a leak."
+                "Resident memory of the ranks, by node, including rings, staging memory and host pools in shared memory. "
+                "Continuous growth is a leak."
             ),
             unit=Unit.BYTES,
             lines=(Line(expr=summed("kvferry_rank_resident_bytes", "role", "instance"), legend="{{role}} {{instance}}"),),
@@ -265,8 +260,8 @@ MEMORY: Final = Dashboard(
     name="memory",
     title="kvferry: memory",
     description=(
-        "What the memory of both tiers holds. To be looked at when requests wait for room, when a watermark stands still or "
-        "quarantine grows, and before sizes are changed."
+        "Memory of both tiers. Use it when requests wait for room, when a watermark stalls or quarantine grows, and before "
+        "you change sizes."
     ),
     rows=(_PLAN, _POOL, _RING, _HOST),
 )

@@ -11,13 +11,13 @@ _RANK: Final = ("instance", "rank")
 _LEGEND: Final = "{{instance}} rank {{rank}}"
 
 _NODE: Final = Row(
-    title="What it does",
+    title="Node",
     charts=(
         Chart(
             title="State",
             description=(
-                "1 for the state that a node is in. Starting for longer than its weights take to load, or draining without an "
-                "end: /readyz of the node and its log say why."
+                "1 for the state of a node. starting for longer than its weights need, or draining without an end: see "
+                "/readyz and the log."
             ),
             unit=Unit.NUMBER,
             lines=(
@@ -30,35 +30,35 @@ _NODE: Final = Row(
         Chart(
             title="Peers, by state",
             description=(
-                "Nodes of the other tier as this one sees them. Lost or joining for minutes, on this node alone: the network "
-                "between the two; on all: that peer is gone."
+                "Nodes of the other tier as this node sees them. lost or joining for minutes on this node only: the network "
+                "between the two. On all nodes: that peer is down."
             ),
             unit=Unit.NODES,
             lines=(Line(expr=summed("kvferry_peers", "instance", "state"), legend="{{instance}}: {{state}}"),),
         ),
         Chart(
-            title="Time since the node started",
+            title="Process uptime",
             description=(
-                "Of its process. It falls to zero with each start; a saw is a node that ends again and again, and its last log "
-                "line says why: the runbook of KvferryNodeCrashLooping."
+                "It falls to zero with each start. A sawtooth is a node that restarts repeatedly: see the runbook of "
+                "KvferryNodeCrashLooping."
             ),
             unit=Unit.SECONDS,
             lines=(Line(expr=f"max by (instance) (time() - {selector('kvferry_start_time_seconds')})", legend="{{instance}}"),),
         ),
         Chart(
-            title="Restarts of its ranks",
+            title="Rank restarts",
             description=(
-                "How often the node has started its ranks again since it began. A step is a rank that died or hung: the ranks' "
-                "last log lines say why. After restart.max_restarts the node gives up."
+                "Restarts of the ranks since the node started. A step is a rank that died or hung: see the ranks' last log "
+                "lines. After restart.max_restarts the node exits."
             ),
             unit=Unit.NUMBER,
             lines=(Line(expr=highest("kvferry_rank_restarts", "instance"), legend="{{instance}}"),),
         ),
         Chart(
-            title="Requests that wait and that run",
+            title="Requests waiting and running",
             description=(
-                "Requests without room yet, and those that are computed, moved or generated. One node far above its like: "
-                "clients prefer it, or it is slower than the others."
+                "Requests without room, and requests that are computed, transferred or generated. One node far above the "
+                "others: clients prefer it, or it is slower."
             ),
             unit=Unit.REQUESTS,
             lines=(
@@ -67,10 +67,10 @@ _NODE: Final = Row(
             ),
         ),
         Chart(
-            title="Requests that run, of those that may",
+            title="Running requests / limit",
             description=(
-                "Of limits.max_running_requests, each node's own. At 100 % others wait, whatever the pool has free: raise it "
-                "where pool and time per token allow, or add nodes of the tier."
+                "Relative to limits.max_running_requests of each node. At 100 % other requests wait even if the pool has "
+                "room: raise it if pool and time per token allow, or add nodes."
             ),
             unit=Unit.SHARE,
             lines=(
@@ -84,27 +84,27 @@ _NODE: Final = Row(
         Chart(
             title="Requests, by outcome",
             description=(
-                "Requests that ended on this node. Failed on one prefill node alone: that one is at fault, and its breaker "
-                "leaves it out; on all: what they have in common."
+                "Requests that ended on this node. Failures on one prefill node only: its fault, and its breaker opens. On "
+                "all: look for a common cause."
             ),
             unit=Unit.REQUESTS_PER_S,
             lines=(Line(expr=per_second("kvferry_requests_total", "instance", "outcome"), legend="{{instance}}: {{outcome}}"),),
             is_stacked=True,
         ),
         Chart(
-            title="Prefill nodes that discovery names",
+            title="Prefill nodes in discovery",
             description=(
-                "What the list, the file, the name or etcd gives each decode node; of a prefill node that registers itself, "
-                "whether it is there. Nodes that differ for minutes: one of them cannot look, see the failures beside it."
+                "Prefill nodes that each decode node finds; for a prefill node that registers itself, 1 while registered. "
+                "Different values for minutes: a node cannot read the source."
             ),
             unit=Unit.NODES,
             lines=(Line(expr=highest("kvferry_discovery_addresses", "instance"), legend="{{instance}}"),),
         ),
         Chart(
-            title="Looks of discovery that failed",
+            title="Discovery errors",
             description=(
-                "Looks at the file, the name or etcd without an answer, and entries that could not be used. What is known stays "
-                "known; new nodes are not joined meanwhile. The log has the reason at discovery_failed."
+                "Failed reads of the file, the DNS name or etcd, and rejected entries. Known nodes stay; new nodes are not "
+                "joined. The log has the reason (discovery_failed)."
             ),
             unit=Unit.TIMES_PER_S,
             lines=(
@@ -116,10 +116,10 @@ _NODE: Final = Row(
             ),
         ),
         Chart(
-            title="Prefill nodes left out",
+            title="Open circuit breakers",
             description=(
-                "Prefill nodes whose circuit breaker is not closed, as each decode node sees them. Open: new requests go "
-                "elsewhere; half-open: one tries it. Above zero for minutes: see that prefill node."
+                "Prefill nodes whose circuit breaker is open (no requests) or half-open (one request tests it). Above zero "
+                "for minutes: see that prefill node."
             ),
             unit=Unit.CIRCUITS,
             lines=(
@@ -133,23 +133,23 @@ _NODE: Final = Row(
 )
 
 _RANKS: Final = Row(
-    title="What its ranks do",
+    title="Ranks",
     charts=(
         Chart(
-            title="Share of time that the engine computes",
+            title="Engine utilisation",
             description=(
-                "Of each rank. Ranks of one node go together: one that is lower waits for the others, one at 100 % keeps them. "
-                "All near 100 %: the node is full."
+                "For each rank. A rank below the others of its node waits for them; one at 100 % delays them. All near 100 %: "
+                "the node is saturated."
             ),
             unit=Unit.SHARE,
             lines=(Line(expr=per_second("kvferry_step_seconds_sum", *_RANK), legend=_LEGEND),),
             most=1.0,
         ),
         Chart(
-            title="Seconds of a step",
+            title="Step duration",
             description=(
-                "Median and 99th percentile of the engine's steps, by node. On decode nodes a step is a token of every request, "
-                "so it grows with the requests that run; on prefill nodes with chunk.chunk_tokens."
+                "Median and 99th percentile by node. On decode nodes, a step is one token of every request and grows with the "
+                "running requests; on prefill nodes, with chunk.chunk_tokens."
             ),
             unit=Unit.SECONDS,
             lines=(
@@ -160,26 +160,23 @@ _RANKS: Final = Row(
         Chart(
             title="KV written or scattered",
             description=(
-                "Bytes a second that a prefill rank writes or a decode rank scatters. Ranks of one node should be alike; one "
-                "that lags has a slower link, or shares its card."
+                "Bytes per second of each rank. Ranks of one node should be equal: one that lags has a slower link, or shares "
+                "its card."
             ),
             unit=Unit.BYTES_PER_S,
             lines=(Line(expr=per_second("kvferry_transferred_bytes_total", *_RANK), legend=_LEGEND),),
         ),
         Chart(
-            title="Requests that a rank keeps",
-            description=(
-                "Requests of which the rank holds any state. It goes to zero with the load; what stays on an idle node is a "
-                "leak, and worth a report."
-            ),
+            title="Requests with state on a rank",
+            description=("Zero on an idle node. A remaining value is a leak: report it."),
             unit=Unit.REQUESTS,
             lines=(Line(expr=summed("kvferry_rank_requests", *_RANK), legend=_LEGEND),),
         ),
         Chart(
             title="Sessions",
             description=(
-                "Open sessions with ranks of the other tier, and those that have ended but whose writer may still write. Ending "
-                "ones that stay keep bytes in quarantine: the runbook of KvferryQuarantineStuck."
+                "Open sessions with ranks of the other tier, and ended ones whose writer can still write. Ending ones that "
+                "stay keep bytes in quarantine: see the runbook of KvferryQuarantineStuck."
             ),
             unit=Unit.NUMBER,
             lines=(
@@ -188,10 +185,10 @@ _RANKS: Final = Row(
             ),
         ),
         Chart(
-            title="Transfers not settled",
+            title="Transfers in progress",
             description=(
-                "Writes, receives and declines that the data plane has not ended. It follows the load; standing still above zero "
-                "on an idle node: the data plane hangs."
+                "Writes and receives that the data plane has not completed. Constant above zero on an idle node: the data "
+                "plane hangs."
             ),
             unit=Unit.NUMBER,
             lines=(Line(expr=summed("kvferry_pending_transfers", *_RANK), legend=_LEGEND),),
@@ -200,13 +197,13 @@ _RANKS: Final = Row(
 )
 
 _HOLDS: Final = Row(
-    title="What they hold",
+    title="Memory",
     charts=(
         Chart(
             title="Pages in use",
             description=(
-                "Share of each rank's KV pool that is bound to tokens or reserved for what comes. Near 100 % while requests "
-                "wait: the pool is the limit. The memory dashboard has it by group of layers."
+                "Share of each rank's KV pool that is bound to tokens or reserved. Near 100 % while requests wait: the pool "
+                "is the limit. By group of layers: memory dashboard."
             ),
             unit=Unit.SHARE,
             lines=(
@@ -224,8 +221,8 @@ _HOLDS: Final = Row(
         Chart(
             title="Ring in use",
             description=(
-                "Unreleased bytes of each decode rank's ring, of its size; grants that wait for room count too, so it can be "
-                "above 100 %. Above for long while credit wait grows: raise ring.capacity_bytes."
+                "Unreleased bytes of each decode rank's ring, divided by its size. Waiting grants count, so it can exceed 100 "
+                "%. Above for long while credit_wait grows: raise ring.capacity_bytes."
             ),
             unit=Unit.SHARE,
             lines=(
@@ -238,8 +235,8 @@ _HOLDS: Final = Row(
         Chart(
             title="Staging slots in use",
             description=(
-                "Share of each prefill rank's staging slots. All in use for long: writes, or their releases, are slower than "
-                "gathers; more of them (staging.num_slots) help only if bursts are the reason."
+                "Share of each prefill rank's staging slots. All in use for long: writes or releases are slower than gathers. "
+                "More slots (staging.num_slots) help with bursts only."
             ),
             unit=Unit.SHARE,
             lines=(
@@ -257,13 +254,13 @@ _HOLDS: Final = Row(
 )
 
 _PROCESSES: Final = Row(
-    title="How its processes are",
+    title="Processes",
     charts=(
         Chart(
-            title="Memory of the processes",
+            title="Process memory",
             description=(
-                "Resident bytes of each rank's process, shared ones included. Level under a steady load; one that climbs for "
-                "hours is a leak, and worth a report."
+                "Resident memory of each rank's process, including shared memory. Continuous growth under a steady load is a "
+                "leak: report it."
             ),
             unit=Unit.BYTES,
             lines=(Line(expr=summed("kvferry_rank_resident_bytes", *_RANK), legend=_LEGEND),),
@@ -271,8 +268,8 @@ _PROCESSES: Final = Row(
         Chart(
             title="Open files and threads",
             description=(
-                "Of each rank's process. They grow with sessions, and fall when those end; climbing without new peers is a leak. "
-                "Each session takes some 20 files of the limit."
+                "Of each rank's process. They grow with sessions (some 20 files each) and fall at their end. Growth without "
+                "new peers is a leak."
             ),
             unit=Unit.NUMBER,
             lines=(
@@ -283,17 +280,17 @@ _PROCESSES: Final = Row(
         Chart(
             title="Longest turns of the event loops",
             description=(
-                "99.9th percentile of the turns of the event loops of a node's leader and ranks. Heartbeats and transfers of a "
-                "process wait during a turn. If above 0.25 s, see the runbook of KvferryEventLoopStalls."
+                "99.9th percentile of the turns of a node's event loops. Heartbeats and transfers of a process wait during a "
+                "turn. Above 0.25 s: see the runbook of KvferryEventLoopStalls."
             ),
             unit=Unit.SECONDS,
             lines=(Line(expr=quantile(0.999, "kvferry_loop_turn_seconds", "instance"), legend="{{instance}}"),),
         ),
         Chart(
-            title="Proofs of being idle",
+            title="Idle self-checks",
             description=(
-                "Times since its start that a rank without requests has proven its invariants. It climbs by one a second on an "
-                "idle rank, and stands still under load; an idle one that stands still holds something."
+                "Invariant checks of a rank without requests, since its start. It grows by one a second on an idle rank. If "
+                "it does not, the rank still holds something."
             ),
             unit=Unit.NUMBER,
             lines=(Line(expr=summed("kvferry_rank_idle_checks", *_RANK), legend=_LEGEND),),
@@ -301,8 +298,8 @@ _PROCESSES: Final = Row(
         Chart(
             title="Certificate: time left",
             description=(
-                "Until the certificate that the node uses expires; after that no new connection is made. Files are read again "
-                "when they change. No data: the node runs without TLS."
+                "Time until the node's certificate expires. After that no new connection is possible. Changed files are read "
+                "again. No data: the node runs without TLS."
             ),
             unit=Unit.SECONDS,
             lines=(
@@ -315,10 +312,10 @@ _PROCESSES: Final = Row(
             bad=3600,
         ),
         Chart(
-            title="Certificate files that cannot be used",
+            title="Unusable certificate files",
             description=(
-                "1 while a node's certificate files have changed and cannot be used; it goes on with those before. Above zero "
-                "for minutes: certificate_not_reloaded in its log says what is wrong."
+                "1 while a node's certificate files have changed and cannot be used; it keeps the old ones. See "
+                "certificate_not_reloaded in its log."
             ),
             unit=Unit.NUMBER,
             lines=(Line(expr=highest("kvferry_certificate_stale", "instance"), legend="{{instance}}"),),
@@ -326,8 +323,8 @@ _PROCESSES: Final = Row(
         Chart(
             title="Calls and connections refused",
             description=(
-                "Calls that the caller's certificate does not allow, and connections to control ports without a key. Should be "
-                "zero: a name is missing in tls.peer_names or tls.client_names, or somebody tries doors."
+                "Calls that the caller's certificate does not allow, and connections to control ports without a key. Should "
+                "be zero: a name is missing in tls.peer_names or tls.client_names, or an unknown process connects."
             ),
             unit=Unit.TIMES_PER_S,
             lines=(
@@ -342,8 +339,7 @@ NODE: Final = Dashboard(
     name="node",
     title="kvferry: nodes",
     description=(
-        "Single nodes: choose one or a few at the top. To be looked at when the overview shows that one of them is slow, full or "
-        "not ready, or when an alert names it."
+        "Single nodes: choose them at the top. Use it when the overview or an alert shows a node that is slow, full or not ready."
     ),
     rows=(_NODE, _RANKS, _HOLDS, _PROCESSES),
 )

@@ -8,15 +8,14 @@ from deploy.monitoring.charts import Chart, Dashboard, Line, Row, Unit
 from deploy.monitoring.promql import per_second, quantile, share, summed
 
 _WHERE_KV_IS: Final = Row(
-    title="What is where",
+    title="Location of KV",
     charts=(
         Chart(
             title="Host memory in use",
             description=(
-                "Host pages of each group of layers, as a share of the pool. Held pages belong to running requests; cached ones "
-                "are kept for later prompts and make room when others need it, so a full pool is the normal state. When held "
-                "pages alone come near 100 %, requests wait for host memory: give more (offload.host_ratio, "
-                "offload.host_memory), or send fewer long requests."
+                "Host pages of each group of layers, as a share of the pool. held: of running requests; cached: kept for "
+                "later prompts, so a full pool is normal. Held pages near 100 %: requests wait. Raise offload.host_ratio or "
+                "offload.host_memory, or send fewer long requests."
             ),
             unit=Unit.SHARE,
             lines=(
@@ -33,12 +32,11 @@ _WHERE_KV_IS: Final = Row(
             most=1.0,
         ),
         Chart(
-            title="Tokens of prompts found, by tier",
+            title="Prompt tokens found, by tier",
             description=(
-                "Tokens that did not have to come from prefill, by where they were. Host hits cost a copy over the host link, "
-                "storage hits a read of the store as well. Many from storage and few from the host: what is asked for again has "
-                "left host memory by then, and more host memory pays. Nothing at all: prompts do not begin alike, or callers use "
-                "salts of their own."
+                "Tokens that prefill did not compute. Host hits cost a copy over the host link, storage hits also a read of "
+                "the store. Many from storage and few from the host: more host memory pays. None: prompts share no "
+                "beginnings, or callers use different salts."
             ),
             unit=Unit.TOKENS_PER_S,
             lines=(Line(expr=per_second("kvferry_offload_hit_tokens_total", "tier"), legend="{{tier}}"),),
@@ -46,11 +44,10 @@ _WHERE_KV_IS: Final = Row(
             is_stacked=True,
         ),
         Chart(
-            title="Share of prompts found",
+            title="Hit rate",
             description=(
-                "Of the tokens of all prompts, the part that did not have to come from prefill; gaps are times without a prompt. "
-                "At a share near zero, host memory and store cost and give nothing. It falls when host memory or the store's "
-                "directory (storage.max_bytes) is too small for what comes again and, without a store, at restarts of the node."
+                "Share of prompt tokens that prefill did not compute. Gaps: no prompts. Near zero: host memory and store "
+                "bring nothing. It falls if host memory or storage.max_bytes is too small, and without a store at restarts."
             ),
             unit=Unit.SHARE,
             lines=(
@@ -68,11 +65,10 @@ _WHERE_KV_IS: Final = Row(
             most=1.0,
         ),
         Chart(
-            title="Tokens of prompts that prefill loaded",
+            title="Prompt tokens loaded by prefill",
             description=(
-                "Tokens that prefill nodes took from the store and did not compute. Zero although decode finds tokens in "
-                "storage: prefill nodes have no store, or another one, or another salt (storage.directory, storage.url, "
-                "storage.salt). No data: no prefill node has looked into a store yet."
+                "Tokens that prefill nodes loaded from the store. Zero although decode finds tokens in storage: prefill nodes "
+                "have no store, or another store or salt (storage.directory, storage.url, storage.salt)."
             ),
             unit=Unit.TOKENS_PER_S,
             lines=(Line(expr=per_second("kvferry_loaded_prompt_tokens_total", "instance"), legend="{{instance}}"),),
@@ -88,18 +84,17 @@ _COPIES: Final = Row(
         Chart(
             title="Bytes copied, by direction",
             description=(
-                "Save goes to host memory, load comes from it, copy stays on the device. Compare with the host link, which save "
-                "and load share with attention to host pages: near its bandwidth, steps of requests that read host memory get "
-                "slower. Save without end beside little load: what is kept is not asked for again, and offload only costs."
+                "save: to host memory; load: from it; copy: on the device. Near the bandwidth of the host link, steps that "
+                "read host memory become slower. Much save and little load: kept KV is not requested again."
             ),
             unit=Unit.BYTES_PER_S,
             lines=(Line(expr=per_second("kvferry_offload_copied_bytes_total", "direction"), legend="{{direction}}"),),
         ),
         Chart(
-            title="Seconds of a copy",
+            title="Copy duration",
             description=(
-                "Median and 99th percentile over all ranks. They grow with the pages of a copy; if they grow and the bytes do "
-                "not, something else uses the link or the host's memory. No data: nothing was copied lately."
+                "Median and 99th percentile of all ranks. It grows with the pages of a copy. Growing without more bytes: "
+                "other users of the link or of host memory."
             ),
             unit=Unit.SECONDS,
             lines=(
@@ -110,41 +105,38 @@ _COPIES: Final = Row(
         Chart(
             title="Pages saved, by source",
             description=(
-                "Pages that have come to host memory on every rank, of prompts and of what was generated. They follow the load. "
-                "Flat while tokens are generated: host memory has no room (see the chart of pressure), or what is computed is "
-                "known already."
+                "Pages saved to host memory on every rank. They follow the load. Flat while tokens are generated: host memory "
+                "is full, or the KV is already there."
             ),
             unit=Unit.PAGES_PER_S,
             lines=(Line(expr=per_second("kvferry_offload_saved_pages_total", "source"), legend="{{source}}"),),
             is_stacked=True,
         ),
         Chart(
-            title="Pages that left the device early, and came back",
+            title="Pages released early and restored",
             description=(
-                "Pages that running requests gave up on the device, and that were brought back when there was room. As many back "
-                "as left, all the time: pages go back and forth; move offload.low_water away from offload.high_water. None leave "
-                "although requests queue: offload.device_window is not set. Moved on to the store: requests that device and host "
-                "memory cannot hold; their steps are slow."
+                "Pages of running requests that left the device, and pages that were loaded back. Equal rates all the time: "
+                "move offload.low_water away from offload.high_water. None while requests queue: offload.device_window is not "
+                "set. Moved to the store: steps of these requests are slow."
             ),
             unit=Unit.PAGES_PER_S,
             lines=(
-                Line(expr=per_second("kvferry_offload_released_pages_total"), legend="left early"),
-                Line(expr=per_second("kvferry_offload_restored_pages_total"), legend="came back"),
-                Line(expr=per_second("kvferry_offload_stored_pages_total"), legend="moved on to the store"),
+                Line(expr=per_second("kvferry_offload_released_pages_total"), legend="released early"),
+                Line(expr=per_second("kvferry_offload_restored_pages_total"), legend="restored"),
+                Line(expr=per_second("kvferry_offload_stored_pages_total"), legend="moved to the store"),
             ),
             columns=12,
         ),
         Chart(
-            title="Pressure: host memory full, steps missed",
+            title="Host memory full, steps stalled",
             description=(
-                "Should be zero nearly always. Full: requests that wait, or whose pages stay on the device alone, because host "
-                "memory has no room; give more, or let fewer requests in. Missed steps: a request waited for pages to be saved "
-                "that it has to leave behind; the host link is the limit: take load away, or give the device pool more room."
+                "Should be near zero. Full: requests wait, or their pages stay on the device only. Stalled: a step waited for "
+                "pages to be saved, because the host link is the limit. Add memory, or reduce the load."
             ),
             unit=Unit.TIMES_PER_S,
             lines=(
                 Line(expr=per_second("kvferry_offload_host_full_total", "instance"), legend="{{instance}}: host memory full"),
-                Line(expr=per_second("kvferry_offload_stalls_total", "instance"), legend="{{instance}}: steps missed"),
+                Line(expr=per_second("kvferry_offload_stalls_total", "instance"), legend="{{instance}}: steps stalled"),
             ),
             columns=12,
         ),
@@ -155,31 +147,28 @@ _STORE: Final = Row(
     title="Store",
     charts=(
         Chart(
-            title="Pages that the store was asked about, by outcome",
+            title="Store pages, by outcome",
             description=(
-                "Of both tiers. Missing is a page that was never stored, or was evicted. Corrupt pages are removed and computed "
-                "again: more than a few mean a broken disk or service. Foreign ones: something else writes there. Failed, "
-                "timeout, refused and circuit_open cost no request anything but what the store would have saved; look at the "
-                "store's own health."
+                "missing: never stored, or evicted. corrupt: removed and computed again; more than a few mean a broken disk "
+                "or service. foreign: another program writes there. failed, timeout, refused, circuit_open: check the store; "
+                "requests only lose the benefit."
             ),
             unit=Unit.PAGES_PER_S,
             lines=(Line(expr=per_second("kvferry_store_operations_total", "op", "outcome"), legend="{{op}}: {{outcome}}"),),
         ),
         Chart(
-            title="Bytes put and got",
+            title="Store bytes",
             description=(
-                "Payload of pages that went through. Compare with what the disk or the network to the service can do: near that, "
-                "reads wait for writes and prompts for reads."
+                "Payload of pages. Near the limit of the disk or network, reads wait for writes, and prompts for reads."
             ),
             unit=Unit.BYTES_PER_S,
             lines=(Line(expr=per_second("kvferry_store_bytes_total", "op", where='op=~"put|get"'), legend="{{op}}"),),
         ),
         Chart(
-            title="Seconds until the store answered",
+            title="Store latency",
             description=(
-                "Median and 99th percentile of calls; a call has many pages. A prompt waits for get and exists, never for put. "
-                "Near storage.get_timeout_s loading from the store stops to pay: lower that bound, or get a faster store. No "
-                "data: nothing was asked lately."
+                "Median and 99th percentile of calls with many pages. A prompt waits for get and exists, never for put. Near "
+                "storage.get_timeout_s, loading does not pay: lower it, or use a faster store."
             ),
             unit=Unit.SECONDS,
             lines=(
@@ -188,11 +177,10 @@ _STORE: Final = Row(
             ),
         ),
         Chart(
-            title="Pages that wait",
+            title="Pages waiting",
             description=(
-                "For the store or its answer, on every process of a node, and of decode nodes those that are to be backed up. A "
-                "backup queue that only grows means that the store is slower than what is computed: pages are lost for later "
-                "prompts when host memory evicts them first."
+                "Pages that wait for the store, and pages of decode nodes that wait for backup. Continuous growth: the store "
+                "is slower than generation, and pages are lost when host memory evicts them."
             ),
             unit=Unit.PAGES,
             lines=(
@@ -201,11 +189,10 @@ _STORE: Final = Row(
             ),
         ),
         Chart(
-            title="Circuits that are not closed",
+            title="Open store circuits",
             description=(
-                "Processes that leave the store alone (open) or try it again (half-open), for reads and for writes. Above zero "
-                "for longer than a minute: the store fails or hangs; nothing is restored meanwhile (read) or nothing is kept "
-                "(write), and requests go on without. The nodes' logs name the store at store_circuit_opened."
+                "Processes that do not use the store (open) or test it (half-open). Above zero for a minute: the store fails "
+                "or hangs. Requests continue without it. The log names it (store_circuit_opened)."
             ),
             unit=Unit.CIRCUITS,
             lines=(
@@ -218,9 +205,8 @@ _STORE: Final = Row(
         Chart(
             title="Pages backed up, by outcome",
             description=(
-                "Pages that every rank of a decode node has put into the store, and those that one at least could not. Failed "
-                "for long: see the outcomes of put on the left of this row; the pages are in no store, and a later prompt "
-                "computes them."
+                "Pages that all ranks of a decode node wrote to the store, and pages that at least one rank could not write. "
+                "Failed for long: see the outcomes of put. Later prompts compute these pages."
             ),
             unit=Unit.PAGES_PER_S,
             lines=(Line(expr=per_second("kvferry_offload_backups_total", "outcome"), legend="{{outcome}}"),),
@@ -233,8 +219,8 @@ OFFLOAD: Final = Dashboard(
     name="offload",
     title="kvferry: KV offload",
     description=(
-        "Decode nodes that keep KV in host memory, and the store that both tiers share. To be looked at when prompts that were "
-        "seen before are not faster, when long requests are slow, or when the store is in doubt."
+        "KV in host memory and in the store. Use it when repeated prompts are not faster, when long requests are slow, or "
+        "when the store has problems."
     ),
     rows=(_WHERE_KV_IS, _COPIES, _STORE),
 )

@@ -16,10 +16,10 @@ _AT_A_GLANCE: Final = Row(
     title="At a glance",
     charts=(
         Chart(
-            title="KV moved",
+            title="KV transferred",
             description=(
                 "Bytes that prefill ranks write into rings of decode ranks. Zero while requests run: prompts come from the "
-                "store, or nothing moves; see the row of bottlenecks."
+                "store, or transfers stall; see the row of bottlenecks."
             ),
             unit=Unit.BYTES_PER_S,
             lines=(Line(expr=per_second("kvferry_transferred_bytes_total", where='role="prefill"'), legend="written"),),
@@ -27,17 +27,16 @@ _AT_A_GLANCE: Final = Row(
             is_number=True,
         ),
         Chart(
-            title="Speed of the links, of their probes",
+            title="Link speed / probe",
             description=(
-                "Seconds that the writes should have taken by the links' probes, over those in which the links were busy: 100 % "
-                "is as fast as when each was probed, alone. N links that fill a card together show 1/N. Far below that: the link "
-                "dashboard says which one."
+                "Time that the writes should take at the probes' speed, divided by the time that links were busy. 100 %: as "
+                "fast as each link alone at attach. N links that fill a card show 1/N. Far below: see the link dashboard."
             ),
             unit=Unit.SHARE,
             lines=(
                 Line(
                     expr=over(per_second("kvferry_link_probe_seconds_total"), per_second("kvferry_link_busy_seconds_total")),
-                    legend="of the probe",
+                    legend="speed / probe",
                 ),
             ),
             columns=4,
@@ -47,10 +46,7 @@ _AT_A_GLANCE: Final = Row(
         ),
         Chart(
             title="Requests done",
-            description=(
-                "Requests that decode nodes have finished. Compare with what clients send; the row of requests says what became "
-                "of the others."
-            ),
+            description=("Requests that decode nodes have finished. Compare with the requests that clients send."),
             unit=Unit.REQUESTS_PER_S,
             lines=(Line(expr=per_second("kvferry_requests_total", where=_DONE), legend="done"),),
             columns=4,
@@ -59,8 +55,8 @@ _AT_A_GLANCE: Final = Row(
         Chart(
             title="Requests failed or refused",
             description=(
-                "Share of the requests that decode nodes have ended, those that clients gave up left out. Above zero for "
-                "minutes: the alerts KvferryRequestsFailing and KvferryRequestsRefused tell them apart."
+                "Share of ended requests on decode nodes, without aborts by clients. Above zero for minutes: see the alerts "
+                "KvferryRequestsFailing and KvferryRequestsRefused."
             ),
             unit=Unit.SHARE,
             lines=(
@@ -78,10 +74,10 @@ _AT_A_GLANCE: Final = Row(
             bad=0.05,
         ),
         Chart(
-            title="Nodes ready, and not",
+            title="Nodes ready, not ready",
             description=(
-                "Nodes by whether they take requests: starting and draining ones do not. Not ready for longer than a "
-                "start takes: the node dashboard, and the runbook of KvferryNodeNotServing."
+                "Nodes that start or drain accept no requests. Not ready for longer than a start: see the node dashboard and "
+                "the runbook of KvferryNodeNotServing."
             ),
             unit=Unit.NODES,
             lines=(
@@ -93,10 +89,7 @@ _AT_A_GLANCE: Final = Row(
         ),
         Chart(
             title="Alerts",
-            description=(
-                "Alerts that fire now on what is looked at; the row at the end names them. Each has a runbook, which says what "
-                "it means and what to do."
-            ),
+            description=("Firing alerts for the selected nodes. The last row names them. Each has a runbook."),
             unit=Unit.ALERTS,
             lines=(
                 Line(
@@ -118,8 +111,8 @@ _SPEED: Final = Row(
         Chart(
             title="Bytes written and scattered",
             description=(
-                "What prefill ranks write, and what of it decode ranks have put into their pools. Written well above scattered, "
-                "all the time: bytes are sent again because they arrive broken."
+                "Bytes that prefill ranks write, and bytes that decode ranks copy into their pools. Written far above "
+                "scattered all the time: bytes are resent after wrong digests."
             ),
             unit=Unit.BYTES_PER_S,
             lines=(
@@ -128,11 +121,11 @@ _SPEED: Final = Row(
             ),
         ),
         Chart(
-            title="Speed while busy, of the probe",
+            title="Speed while busy / probe",
             description=(
-                "Of each prefill node: how fast its links were while they were in use, against their probes, which each had its "
-                "card alone. N links that fill a card together show 1/N, which is link speed: compare the bytes with the card. "
-                "Below that: something else uses the network, or the transport is not what it was at attach."
+                "For each prefill node: speed of its links in use, relative to their probes. N links that fill a card show "
+                "1/N, which is full speed: compare the bytes with the card. Below: other users of the network, or another "
+                "path than at attach."
             ),
             unit=Unit.SHARE,
             lines=(
@@ -148,11 +141,10 @@ _SPEED: Final = Row(
             bad=0.2,
         ),
         Chart(
-            title="Transfer hidden behind computing",
+            title="Transfer hidden by computation",
             description=(
-                "Mean share of a request's transfer that took place while the rest of its prompt was still computed. High is "
-                "good: users wait for what is not hidden. Near zero with long prompts: links are slower than prefill, or chunks "
-                "too large (chunk.chunk_tokens)."
+                "Mean share of a request's transfer during the computation of its prompt. High is good. Near zero with long "
+                "prompts: links are slower than prefill, or chunks are too large (chunk.chunk_tokens)."
             ),
             unit=Unit.SHARE,
             lines=(Line(expr=mean("kvferry_overlap_ratio", "instance"), legend="{{instance}}"),),
@@ -167,10 +159,10 @@ _BOTTLENECK: Final = Row(
         Chart(
             title="Requests and chunks in each stage",
             description=(
-                "Requests that wait for room now, and how many chunks of KV were in a stage at a time, on average, counted when "
-                "they leave it. Under growing load the bottleneck grows first. Queues: that tier's pool or limits. Credit wait: "
-                "the ring is full, decode is behind. Gather: prefill's copies. Write: the link. Ack, which includes scatter: "
-                "decode's copies, or acks that come late."
+                "Requests that wait for room, and the average number of pieces in each stage, counted at its end. Under "
+                "growing load, the bottleneck grows first. queue: pool or limits of that tier. credit_wait: the ring is full, "
+                "decode is behind. gather: prefill's copies. write: the link. ack, including scatter: decode's copies, or "
+                "late acks."
             ),
             unit=Unit.AT_A_TIME,
             lines=(
@@ -180,11 +172,10 @@ _BOTTLENECK: Final = Row(
             columns=12,
         ),
         Chart(
-            title="Engines' share of time",
+            title="Engine utilisation",
             description=(
-                "Share of time that the ranks' engines compute. Near 100 % on prefill nodes: computing prompts is the "
-                "bottleneck, and more prefill nodes help; on decode nodes: generating is. Both low while requests wait: look at "
-                "queues, credit wait and pools."
+                "Share of time that the ranks' engines compute. Near 100 % on prefill nodes: add prefill nodes; on decode "
+                "nodes: add decode nodes. Low on both while requests wait: see queues, credit_wait and pools."
             ),
             unit=Unit.SHARE,
             lines=(Line(expr=mean_per_second("kvferry_step_seconds_sum", "role", "instance"), legend="{{role}} {{instance}}"),),
@@ -192,29 +183,28 @@ _BOTTLENECK: Final = Row(
             most=1.0,
         ),
         Chart(
-            title="Seconds of a stage, mean",
+            title="Stage duration, mean",
             description=(
-                "Mean time of one part of a chunk in each stage, and of a request's whole transfer (total), of which exposed is "
-                "what came after its last chunk was computed. A stage that grows and has no more to do got slower."
+                "Mean time of a piece in each stage, and of a request's transfer: total, and exposed after the last computed "
+                "chunk. A stage that grows without more load became slower."
             ),
             unit=Unit.SECONDS,
             lines=(Line(expr=mean("kvferry_stage_seconds", "stage"), legend="{{stage}}"),),
         ),
         Chart(
-            title="Seconds of a stage, 99th percentile",
+            title="Stage duration, p99",
             description=(
-                "The slowest hundredth, stage by stage. Far above the mean: single links or ranks are slow, which the link and "
-                "node dashboards tell apart; or bursts of load."
+                "Slowest hundredth of each stage. Far above the mean: single links or ranks are slow (link and node "
+                "dashboards), or load comes in bursts."
             ),
             unit=Unit.SECONDS,
             lines=(Line(expr=quantile(0.99, "kvferry_stage_seconds", "stage"), legend="{{stage}}"),),
         ),
         Chart(
-            title="Seconds in a queue",
+            title="Queue time",
             description=(
-                "What requests waited for room, or until they were given up without, by tier. Decode includes what prefill lets "
-                "them wait, for room is asked for when prefill is about to begin. Growing on both: decode has no room. On "
-                "prefill alone: too few prefill nodes."
+                "Wait for room, also without success. Decode includes the wait for prefill, because room is requested shortly "
+                "before prefill begins. Growing on both: decode has no room. On prefill only: add prefill nodes."
             ),
             unit=Unit.SECONDS,
             lines=(
@@ -226,13 +216,13 @@ _BOTTLENECK: Final = Row(
 )
 
 _REQUESTS: Final = Row(
-    title="What users get",
+    title="User latency and requests",
     charts=(
         Chart(
             title="Time to first token",
             description=(
-                "From acceptance to the first token: queue, prefill, and the transfer as far as it is not hidden. What you have "
-                "promised is a line across this chart. Grows alone: see the row of bottlenecks."
+                "From acceptance to the first token: queue, prefill and exposed transfer. Compare with your objective. If it "
+                "grows, see the row of bottlenecks."
             ),
             unit=Unit.SECONDS,
             lines=(
@@ -244,8 +234,8 @@ _REQUESTS: Final = Row(
         Chart(
             title="Time per output token",
             description=(
-                "Between two tokens of a request. Grows with the requests that run at once: the decode engine is full; more "
-                "decode nodes, or fewer requests at once (limits.max_running_requests)."
+                "Between two tokens of a request. Growing with the running requests: the decode engine is saturated. Add "
+                "decode nodes, or lower limits.max_running_requests."
             ),
             unit=Unit.SECONDS,
             lines=(
@@ -257,8 +247,7 @@ _REQUESTS: Final = Row(
         Chart(
             title="Tokens",
             description=(
-                "Tokens of prompts that were accepted, on decode nodes, and tokens that were generated. Their proportion says "
-                "how many nodes each tier needs."
+                "Tokens of accepted prompts on decode nodes, and generated tokens. Their ratio determines the nodes of each tier."
             ),
             unit=Unit.TOKENS_PER_S,
             lines=(
@@ -269,18 +258,18 @@ _REQUESTS: Final = Row(
         Chart(
             title="Requests, by outcome",
             description=(
-                "Requests that ended: done is a decode node's good end, sent a prefill node's. Aborted: clients went away. "
-                "Refused: no room in time, or they can never be served. Failed: their clients saw an error."
+                "Requests that ended. done: success on a decode node; sent: success on a prefill node; aborted: by clients or "
+                "operators; refused: no room in time, or impossible; failed: clients got an error."
             ),
             unit=Unit.REQUESTS_PER_S,
             lines=(Line(expr=per_second("kvferry_requests_total", "role", "outcome"), legend="{{role}}: {{outcome}}"),),
             is_stacked=True,
         ),
         Chart(
-            title="Requests that wait and that run",
+            title="Requests waiting and running",
             description=(
-                "Requests without room yet, and those that are computed, moved or generated. Waiting grows while running stays: "
-                "a limit or a pool is full on that tier; see pools on the memory dashboard."
+                "Requests without room, and requests that are computed, transferred or generated. Waiting grows while running "
+                "stays: a limit or a pool of that tier is full (memory dashboard)."
             ),
             unit=Unit.REQUESTS,
             lines=(
@@ -289,10 +278,10 @@ _REQUESTS: Final = Row(
             ),
         ),
         Chart(
-            title="Requests that were not finished, by reason",
+            title="Requests ended early, by reason",
             description=(
-                "Why requests ended early. Caller is ordinary, lost comes with restarts of nodes. Engine, data_loss and misfit "
-                "are in the log as request_failed, and want a look."
+                "caller is normal, lost follows restarts of nodes. engine, data_loss and misfit need attention: see "
+                "request_failed in the log."
             ),
             unit=Unit.REQUESTS_PER_S,
             lines=(Line(expr=per_second("kvferry_aborts_total", "role", "reason"), legend="{{role}}: {{reason}}"),),
@@ -302,13 +291,13 @@ _REQUESTS: Final = Row(
 )
 
 _CLUSTER: Final = Row(
-    title="The nodes, and what is wrong with them",
+    title="Nodes and problems",
     charts=(
         Chart(
             title="Nodes, by state",
             description=(
-                "Each node counts once. During a roll-out nodes drain and start one after the other; a node that stays in "
-                "another state than ready takes no requests."
+                "Each node counts once. During a roll-out, nodes drain and start one by one. A node that stays in another "
+                "state than ready accepts no requests."
             ),
             unit=Unit.NODES,
             lines=(Line(expr=summed("kvferry_node_state", "role", "state"), legend="{{role}}: {{state}}"),),
@@ -317,41 +306,38 @@ _CLUSTER: Final = Row(
         Chart(
             title="Peers, by state",
             description=(
-                "Pairs of nodes as each side sees them. Lost or joining for minutes: a node is gone, or the network between two "
-                "is cut; the node dashboard shows who misses whom."
+                "Pairs of nodes as each side sees them. lost or joining for minutes: a node is down, or two nodes cannot "
+                "reach each other (node dashboard)."
             ),
             unit=Unit.NUMBER,
             lines=(Line(expr=summed("kvferry_peers", "role", "state"), legend="{{role}}: {{state}}"),),
         ),
         Chart(
             title="Nodes, by version",
-            description=(
-                "What runs. Two versions are ordinary during a roll-out, which works with both at once; two for hours: the "
-                "roll-out stands still."
-            ),
+            description=("Two versions are normal during a roll-out. For hours: the roll-out is incomplete."),
             unit=Unit.NODES,
             lines=(Line(expr=summed("kvferry_build_info", "role", "version"), legend="{{role}}: {{version}}"),),
             is_stacked=True,
         ),
         Chart(
-            title="Other tries, breakers and restarts",
+            title="Retries, breakers and restarts",
             description=(
-                "Requests tried on another prefill node, circuit breakers that opened, and the most restarts of ranks of any "
-                "node since it began. All flat is the normal state; together they tell that prefill nodes come and go."
+                "Retries on another prefill node, circuit breakers that opened, and the highest number of rank restarts of a "
+                "node. Flat lines are normal. All growing: prefill nodes fail or restart."
             ),
             unit=Unit.NUMBER,
             lines=(
-                Line(expr=per_second("kvferry_retries_total"), legend="other tries a second"),
+                Line(expr=per_second("kvferry_retries_total"), legend="retries a second"),
                 Line(expr=per_second("kvferry_breaker_openings_total"), legend="breakers opened a second"),
-                Line(expr=highest("kvferry_rank_restarts"), legend="most restarts of a node's ranks"),
+                Line(expr=highest("kvferry_rank_restarts"), legend="rank restarts, maximum"),
             ),
             columns=12,
         ),
         Chart(
             title="Alerts, by name",
             description=(
-                "Alerts that are pending (wrong, but not for long enough) or firing. No data: nothing is wrong, or Prometheus "
-                "does not load rules/kvferry.yaml. Their runbooks are in docs/runbooks.md."
+                "Pending and firing alerts. No data: no problem, or Prometheus does not load rules/kvferry.yaml. Runbooks: "
+                "docs/runbooks.md."
             ),
             unit=Unit.ALERTS,
             lines=(
@@ -370,8 +356,8 @@ OVERVIEW: Final = Dashboard(
     name="overview",
     title="kvferry: overview",
     description=(
-        "Both tiers at a glance, for the person on call: does KV move at the speed of the links, which stage is the bottleneck, "
-        "what do users get, and what is wrong. Then: node, link, memory or offload."
+        "Both tiers at a glance: speed of transfers, bottleneck, latency of users, problems. Continue with node, link, memory "
+        "or offload."
     ),
     rows=(_AT_A_GLANCE, _SPEED, _BOTTLENECK, _REQUESTS, _CLUSTER),
 )

@@ -27,7 +27,7 @@ from deploy.monitoring.promql import VARIABLES
 MAIN: Final = {
     "overview-speed": ("overview", "Does KV move at the speed of the link?"),
     "overview-bottleneck": ("overview", "Who is the bottleneck?"),
-    "overview-users": ("overview", "What users get"),
+    "overview-users": ("overview", "User latency and requests"),
     "link-speed": ("link", "Speed"),
     "memory-rings": ("memory", "Rings and their watermarks"),
 }
