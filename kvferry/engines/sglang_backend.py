@@ -29,6 +29,9 @@ SCHEDULER: Final = {
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue": "made_receiver",
 }
 
+HND_ADDRESSES: Final = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.get_contiguous_buf_infos"
+"""SGLang refuses pools with heads before tokens (``SGLANG_USE_HND_KVCACHE``) here, for backends that need the addresses."""
+
 
 def activate() -> None:
     """Add the backend to SGLang. Called by the entry point."""
@@ -45,6 +48,8 @@ def activate() -> None:
         # Only a process with a scheduler has loaded these. In others the import would take seconds.
         if target.rsplit(".", 2)[0] in sys.modules:
             HookRegistry.register(target, _later(name), HookType.AROUND)
+    if HND_ADDRESSES.rsplit(".", 2)[0] in sys.modules:
+        HookRegistry.register(HND_ADDRESSES, _addresses, HookType.AROUND)
 
 
 def check_version() -> None:
@@ -90,3 +95,13 @@ def _later(name: str) -> Callable[..., Any]:
         return getattr(sglang_classes, name)(original, queue, *args, **kwargs)
 
     return hook
+
+
+def _addresses(original: Callable[[Any], Any], pool: Any) -> Any:
+    """Return the addresses and sizes of a pool's layers and pages, which SGLang passes to a manager."""
+    classes = sys.modules.get("kvferry.engines.sglang_classes")
+    if classes is None or not classes.is_making_manager() or not pool.use_hnd:
+        return original(pool)
+    from kvferry.engines.sglang_layout import page_addresses
+
+    return page_addresses(pool)

@@ -297,6 +297,10 @@ def making_manager(original: Callable[..., Any], queue: Any) -> Any:
         _queue = None
 
 
+def is_making_manager() -> bool:
+    return _queue is not None
+
+
 def made_sender(original: Callable[..., bool], queue: Any, req: Any, *args: Any, **kwargs: Any) -> bool:
     is_made = original(queue, req, *args, **kwargs)
     if is_made and isinstance(req.disagg_kv_sender, KvferrySender):

@@ -177,6 +177,12 @@ def page_tables(
     return tuple(tables)
 
 
+def page_addresses(pool: Any) -> tuple[list[int], list[int], list[int]]:
+    """Return address, bytes, and bytes of a page of each layer of an HND pool, K first: as SGLang does for other pools."""
+    tensors: list[Tensor] = [*pool.k_buffer, *pool.v_buffer]
+    return [one.data_ptr() for one in tensors], [one.nbytes for one in tensors], [one[0].nbytes for one in tensors]
+
+
 def _order(pool: Any) -> TokenOrder:
     """Return the order of dimensions in pages, the same in all parts of the pool."""
     parts: list[Any] = [pool, *(getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool"))]

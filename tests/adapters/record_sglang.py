@@ -135,10 +135,10 @@ def interface() -> dict[str, object]:
     from sglang.srt.disaggregation.base import conn
     from sglang.srt.disaggregation.utils import KVClassType
 
-    from kvferry.engines.sglang_backend import GET_CLASS, SCHEDULER
+    from kvferry.engines.sglang_backend import GET_CLASS, HND_ADDRESSES, SCHEDULER
 
     states = {name: value for name, value in vars(conn.KVPoll).items() if not name.startswith("_")}
-    hooked = {target: str(inspect.signature(pkgutil.resolve_name(target))) for target in (GET_CLASS, *SCHEDULER)}
+    hooked = {target: str(inspect.signature(pkgutil.resolve_name(target))) for target in (GET_CLASS, HND_ADDRESSES, *SCHEDULER)}
     bases = (conn.BaseKVManager, conn.BaseKVSender, conn.BaseKVReceiver, conn.BaseKVBootstrapServer)
     methods = {base.__name__: {name: str(inspect.signature(one)) for name, one in functions_of(base)} for base in bases}
     return {"states": states, "kinds": [kind.value for kind in KVClassType], "hooked": hooked, "methods": methods}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.engines import sglang_backend
-from kvferry.engines.sglang_backend import ANY_VERSION, BACKEND, GET_CLASS, SCHEDULER, check_version
+from kvferry.engines.sglang_backend import ANY_VERSION, BACKEND, GET_CLASS, HND_ADDRESSES, SCHEDULER, check_version
 from kvferry.engines.sglang_transfers import Poll
 from transfer.errors import ConfigError
 
@@ -44,7 +44,8 @@ def test_states_are_sglangs() -> None:
 
 
 def test_all_that_it_hooks_into_is_there() -> None:
-    assert set(RECORDED["hooked"]) == {GET_CLASS, *SCHEDULER}
+    assert set(RECORDED["hooked"]) == {GET_CLASS, HND_ADDRESSES, *SCHEDULER}
+    assert RECORDED["hooked"][HND_ADDRESSES] == "(self)"
     assert re.match(r"\(transfer_backend: .*, class_type: ", RECORDED["hooked"][GET_CLASS])
     for target in SCHEDULER:
         wanted = "(self)" if target.endswith("_init_kv_manager") else "(self, req: "

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.engines.sglang_layout import EngineCut, StageLayers, page_tables, read_pool
+from kvferry.engines.sglang_layout import EngineCut, StageLayers, page_addresses, page_tables, read_pool
 from transfer.copy.request_tables import RequestTables
 from transfer.errors import LayoutError
 from transfer.layer_groups import NO_PAGE, GroupKind
@@ -132,6 +132,9 @@ def test_pages_with_the_heads_first() -> None:
     pool.v_buffer[3][2, 1, 5] = 7.0
     slots = torch.tensor([2 * 16 + 5])
     assert (view.read(3, slots)[1][0, 1] == 7.0).all()
+    addresses, sizes, page_sizes = page_addresses(pool)
+    assert addresses == [one.data_ptr() for one in (*pool.k_buffer, *pool.v_buffer)]
+    assert set(page_sizes) == {4 * 16 * 32 * 4} and set(sizes) == {7 * page_sizes[0]}
 
 
 # Sliding windows
