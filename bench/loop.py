@@ -3,8 +3,8 @@
     python -m bench.loop [--json FILE] [--quick] [--only WORD ...] [--bound-ms 50] [--only-measure]
 
 Every session of a process waits during a turn, and three missed heartbeats of 0.5 s end it. So no input may make a turn long.
-Each case drives the real classes. Its docstring in `bench.loop_cases` or `bench.loop_many_peers` names them, and the parts that
-are left out.
+Each case drives the real classes. Its docstring (in `bench.loop_cases`, `bench.loop_many_peers` or `bench.loop_many_requests`)
+names them, and the parts that are left out.
 
 The garbage collector is set up as in nodes: objects from before a case are frozen (`node_runtime.process_setup`). A case can have
 several ranks in one process, and the collector walks over the objects of all ranks at once. So turns exclude the collector. Its
@@ -26,7 +26,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench import loop_cases, loop_many_peers
+from bench import loop_cases, loop_many_peers, loop_many_requests
 from bench.loop_turns import BOUND_MS, COST, COST_BOUND_US, TURN, Watch
 from bench.timing import Report, argument_parser
 from node_runtime.process_setup import freeze_gc
@@ -67,6 +67,7 @@ def cases() -> list[Case]:
         Case(name="256 sessions with requests, lost one by one", run=loop_cases.many_sessions),
         Case(name="256 writers of a decode rank", run=loop_many_peers.writers),
         Case(name="256 prefill nodes of a decode leader", run=loop_many_peers.prefill_nodes),
+        Case(name="10,000 prompts of 1,024 decode nodes wait for a prefill leader", run=loop_many_requests.prefill_queue),
         Case(name="32 prompts of 131,072 tokens that waited for a prefill node", run=loop_many_peers.placed_together),
         Case(name="pages of one token: hashes of 131,072 tokens on both leaders", run=loop_cases.hash_chains),
         Case(name="pages of one token: tables of 32 requests of 130,000 tokens", run=loop_cases.step_tables, is_quick=True),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bench import loop, loop_cases
+from bench import loop, loop_cases, loop_many_requests
 from bench.loop import Case
 from bench.loop_models import layouts
 from bench.loop_turns import Watch
@@ -35,6 +35,7 @@ CASES: dict[str, Callable[[Watch], None]] = {
     "sessions": lambda watch: loop_cases.many_sessions(watch, num_sessions=3),
     "questions": lambda watch: loop_cases.repeated_questions(watch, num_chunks=4, num_messages=3),
     "chains": lambda watch: loop_cases.hash_chains(watch, num_tokens=64),
+    "queue": lambda watch: loop_many_requests.prefill_queue(watch, num_requests=300, num_peers=4),
     "tables": lambda watch: loop_cases.step_tables(watch, num_requests=2, num_tokens=64),
 }
 
