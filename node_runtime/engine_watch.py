@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -123,42 +123,41 @@ class FullPool:
     def __init__(self, *, advice: str, on_change: Callable[[int], None]) -> None:
         self._advice = advice
         self._on_change = on_change
-        self._waiting: frozenset[str] = frozenset()
-        self._have_waited: set[str] = set()  # since the warning
+        self._names: set[str] = set()  # of `waits`
+        self._num_waiting = self._most_waiting = 0
         self._first_s = self._last_s = 0.0
         self._ending: asyncio.TimerHandle | None = None
 
     def waits(self, request_id: str) -> None:
         """Record that a request found too few pages and asks again."""
-        if request_id not in self._waiting:
-            self.only(self._waiting | {request_id})
+        self._names.add(request_id)
+        self.changed(len(self._names))
 
     def waits_no_more(self, request_id: str) -> None:
         """Record that a request has room or has ended. Ignore a request that did not wait."""
-        if request_id in self._waiting:
-            self.only(self._waiting - {request_id})
+        self._names.discard(request_id)
+        self.changed(len(self._names))
 
-    def only(self, request_ids: Iterable[str]) -> None:
-        """Replace the requests that wait for pages."""
-        waiting = frozenset(request_ids)
-        if waiting == self._waiting:
+    def changed(self, num_waiting: int) -> None:
+        """Record how many requests wait for pages."""
+        if num_waiting == self._num_waiting:
             return
         loop = asyncio.get_running_loop()
         self._stop_ending()
-        if waiting and not self._have_waited:
+        if not self._most_waiting:
             self._first_s = loop.time()
-            log.warning("kv_pool_full", requests=len(waiting), advice=self._advice)
-        self._have_waited |= waiting
-        self._waiting = waiting
-        self._on_change(len(waiting))
-        if not waiting:
+            log.warning("kv_pool_full", requests=num_waiting, advice=self._advice)
+        self._num_waiting, self._most_waiting = num_waiting, max(self._most_waiting, num_waiting)
+        self._on_change(num_waiting)
+        if not num_waiting:
             self._last_s = loop.time()
             self._ending = loop.call_later(LINGER_S, self._end)
 
     def close(self) -> None:
         """End all waits at the end of the ranks' life."""
-        if self._have_waited:
-            self.only(())
+        if self._most_waiting:
+            self._names.clear()
+            self.changed(0)
             self._stop_ending()
             self._end()
 
@@ -168,5 +167,5 @@ class FullPool:
             self._ending = None
 
     def _end(self) -> None:
-        log.info("kv_pool_has_room", lasted_s=round(self._last_s - self._first_s, 3), requests=len(self._have_waited))
-        self._have_waited = set()
+        log.info("kv_pool_has_room", lasted_s=round(self._last_s - self._first_s, 3), most_requests=self._most_waiting)
+        self._most_waiting = 0

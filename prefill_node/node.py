@@ -67,7 +67,7 @@ class _Life:
             on_broken=node.lose,
             on_outcome=node.metrics.request_ended,
             on_given_up=node.metrics.request_given_up,
-            on_short=self.full_pool.only,
+            on_short=self.full_pool.changed,
             loads=partial(self._loads, node) if config.storage.is_set else None,
         )
         self.calls = PrefillCalls(

@@ -43,7 +43,7 @@ class PrefillRequests(OutgoingTransfers):
         scheduler: Counts pages and divides prompts into steps.
         limits: Limits of queue and steps.
         on_broken: Called with the reason when nothing can be scheduled any more. The life cannot continue.
-        on_short: Called with the requests that wait for pages of this node, even if they did not change.
+        on_short: Called with the number of requests that wait for pages of this node, even if it did not change.
         loads: Makes the loader of stored prefixes, given its callbacks. None means that there is no store.
         num_ranks, broadcast, reserve, on_outcome, on_given_up: See `OutgoingTransfers`.
     """
@@ -59,7 +59,7 @@ class PrefillRequests(OutgoingTransfers):
         on_broken: Callable[[str], None],
         on_outcome: Callable[[str], None],
         on_given_up: Callable[[TransferError], None] = lambda error: None,
-        on_short: Callable[[list[str]], None] = lambda request_ids: None,
+        on_short: Callable[[int], None] = lambda num_waiting: None,
         loads: Callable[[OnLoaded, OnTaskOver], PrefixLoads] | None = None,
     ) -> None:
         super().__init__(
@@ -172,7 +172,7 @@ class PrefillRequests(OutgoingTransfers):
             self._wake.clear()
             self._expire()
             self._start_accepted()
-            self._on_short(self._scheduler.short_of_pages())
+            self._on_short(self._scheduler.num_short_of_pages)
             self._ask_for_room()
             self._send_steps()
             try:
@@ -188,25 +188,22 @@ class PrefillRequests(OutgoingTransfers):
             self._on_broken(f"requests cannot be scheduled any more: {error!r}")
 
     def _expire(self) -> None:
-        now_s, timeout_s = time.monotonic(), self._limits.queue_timeout_s
-        for request in [one for one in self._unstarted() if one.queued_s + timeout_s <= now_s]:
-            self.fail(request, ResourceExhausted(f"no room within {timeout_s:g} s (limits.queue_timeout_s)"))
+        timeout_s = self._limits.queue_timeout_s
+        while (left_s := self._next_deadline_in_s()) is not None and left_s <= 0:
+            reason = f"no room within {timeout_s:g} s (limits.queue_timeout_s)"
+            self.fail(next(iter(self._unstarted.values())), ResourceExhausted(reason))
 
     def _next_deadline_in_s(self) -> float | None:
         """Return the seconds until the next deadline of `_expire`; None if no request waits."""
-        queued_s = min((request.queued_s for request in self._unstarted()), default=None)
-        return None if queued_s is None else queued_s + self._limits.queue_timeout_s - time.monotonic()
-
-    def _unstarted(self) -> list[Transfer]:
-        return [transfer for transfer in self._transfers.values() if not transfer.is_started]
+        oldest = next(iter(self._unstarted.values()), None)
+        return None if oldest is None else oldest.queued_s + self._limits.queue_timeout_s - time.monotonic()
 
     def _ask_for_room(self) -> None:
         """Ask for each request on its own, so that a silent decode node does not delay the others."""
-        for request_id in self._scheduler.startable():
+        for request_id in self._scheduler.next_to_ask():
             request = self._transfers[request_id]
-            if request not in self._asking:
-                task = self._asking[request] = asyncio.get_running_loop().create_task(self._ask(request))
-                task.add_done_callback(self._on_task_over)
+            task = self._asking[request] = asyncio.get_running_loop().create_task(self._ask(request))
+            task.add_done_callback(self._on_task_over)
 
     async def _ask(self, request: Transfer) -> None:
         """Ask the decode node once; the request stays in `_asking` until the next question is allowed."""
@@ -218,7 +215,9 @@ class PrefillRequests(OutgoingTransfers):
         finally:
             del self._asking[request]
         # If the request was given up meanwhile, the decode node knows it from its own call.
-        if has_room and not request.is_over:
+        if not has_room:
+            self._scheduler.not_yet(request.transfer_id)
+        elif not request.is_over:
             self._scheduler.accept(request.transfer_id)
             self._start_accepted()
             self._send_steps()

@@ -11,7 +11,9 @@ Theory of operation. A request passes through five states:
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import islice
 
 from transfer.errors import LocalProtocolError
 from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, LayerGroup, PageCounts, PageNeeds
@@ -48,7 +50,7 @@ class _Request:
     pages: PageCounts
     destination: int
     order: int  # order of submission
-    is_overtaken: bool = False  # a younger request, for another destination, was started first
+    is_asking: bool = False
     computed: int = 0
     is_held: bool = False  # its prefix is being loaded
 
@@ -56,15 +58,9 @@ class _Request:
     def is_in_host(self) -> bool:
         return self.pages.by_group[-1] > 0
 
-
-@dataclass(slots=True, kw_only=True)
-class _Room:
-    """Room left on this node after the requests that already ask for one destination; `slots` is how many more can ask."""
-
-    pages: PageCounts
-    slots: int
-    has_named: bool = False
-    is_closed: bool = False
+    @property
+    def queue(self) -> tuple[int, bool]:
+        return self.destination, self.is_in_host
 
 
 class PrefillScheduler:
@@ -100,8 +96,18 @@ class PrefillScheduler:
         self._pool_pages = pool_pages
         self._began_in_host = False  # whether the last step began with a request in host memory
         self._num_submitted = 0
-        self._waiting: dict[str, _Request] = {}
-        self._accepted: dict[str, _Request] = {}
+        self._waiting: OrderedDict[str, _Request] = OrderedDict()
+        # The same requests by destination, and whether they are in host memory. No queue is empty.
+        self._queues: dict[tuple[int, bool], OrderedDict[str, _Request]] = {}
+        self._changed: set[tuple[int, bool]] = set()  # queues that changed since they were looked at
+        # Other queues whose next request lacks room, by the number of older requests, which all ask.
+        self._lacking: list[set[tuple[int, bool]]] = [set() for _ in range(ASKED_AT_ONCE)]
+        self._has_more_room = False  # since `_lacking` was looked at
+        self._accepted: OrderedDict[str, _Request] = OrderedDict()
+        self._accepted_pages = PageCounts((0,) * len(pool_pages.by_group))
+        # The youngest started request, and the youngest one of the other destinations: (order, destination) each.
+        self._youngest_started = (0, 0)
+        self._youngest_of_others = (0, 0)
         self._computing: dict[str, _Request] = {}
         self._sending: dict[str, _Request] = {}
 
@@ -157,50 +163,86 @@ class PrefillScheduler:
         if any(request_id in known for known in (self._waiting, self._accepted, self._computing, self._sending)):
             raise LocalProtocolError(f"request {request_id} submitted twice")
         self._num_submitted += 1
-        self._waiting[request_id] = _Request(
+        request = _Request(
             num_tokens=num_tokens, pages=self._pages_of(num_tokens), destination=destination, order=self._num_submitted
         )
+        self._waiting[request_id] = request
+        self._queues.setdefault(request.queue, OrderedDict())[request_id] = request
+        self._changed.add(request.queue)
 
-    def startable(self) -> list[str]:
-        """Return the waiting requests that should ask the decode side for room, the oldest first.
+    def next_to_ask(self) -> list[str]:
+        """Return the waiting requests that begin to ask the decode side for room now, the oldest first.
+
+        Each asks until `accept`, `not_yet` or `withdraw`. Thousands of requests can wait. So this looks only at queues that
+        changed, and after a release at queues whose next request lacks room.
 
         This node must have room for them, counted for each destination alone: a destination without room must not use up the room
         of the others. Likewise, requests in host memory are counted apart from those on the device. Among the requests that are
         counted together, a younger one asks only if the older ones fit, too. Once others have overtaken the oldest of them, it
         asks even if it does not fit. When it is accepted, it gets the next free pages.
         """
-        pages = self._free_pages
-        for request in self._accepted.values():
-            pages -= request.pages
+        pages = self._free_pages - self._accepted_pages
         slots = self._max_running - self.num_running - len(self._accepted)
-        rooms: dict[tuple[int, bool], _Room] = {}
-        names = []
-        for request_id, request in self._waiting.items():
-            key = request.destination, request.is_in_host
-            room = rooms.get(key)
-            if room is None:
-                room = rooms[key] = _Room(pages=pages, slots=min(slots, ASKED_AT_ONCE))
-            if room.is_closed:
-                continue
-            room.is_closed = not request.pages.fit(room.pages) or room.slots <= 0
-            if not room.is_closed:
-                room.pages, room.slots, room.has_named = room.pages - request.pages, room.slots - 1, True
-                names.append(request_id)
-            elif request.is_overtaken and not room.has_named and not self._accepted:
-                names.append(request_id)
-        return names
+        if self._has_more_room:
+            for lacking in self._lacking[: max(slots, 1)]:  # without a slot, one that others have overtaken can ask
+                self._changed |= lacking
+                lacking.clear()
+        self._has_more_room = False
+        found: list[tuple[int, str]] = []
+        for key in self._changed & self._queues.keys():
+            left, num_left, num_asking = pages, min(slots, ASKED_AT_ONCE), 0
+            for request_id, request in islice(self._queues[key].items(), ASKED_AT_ONCE):
+                has_room = num_left > 0 and request.pages.fit(left)
+                if has_room or (num_asking == 0 and not self._accepted and self._is_overtaken(request)):
+                    if not request.is_asking:
+                        request.is_asking = True
+                        found.append((request.order, request_id))
+                elif not request.is_asking:
+                    self._lacking[num_asking].add(key)
+                    break
+                left, num_left, num_asking = left - request.pages, num_left - 1, num_asking + 1
+        self._changed.clear()
+        return [request_id for _, request_id in sorted(found)]
 
-    def short_of_pages(self) -> list[str]:
-        """Return the waiting requests if the oldest of them finds too few pages on this node, or an empty list."""
-        waiting = {**self._accepted, **self._waiting}
-        oldest = next(iter(waiting.values()), None)
+    def not_yet(self, request_id: str) -> None:
+        """Record that the decode side has no room for a request now. Ignore a request that does not wait any more."""
+        if (request := self._waiting.get(request_id)) is not None:
+            request.is_asking = False
+            self._changed.add(request.queue)
+
+    def _is_overtaken(self, request: _Request) -> bool:
+        """Return whether a younger request, for another destination, was started first."""
+        others = self._youngest_started if self._youngest_started[1] != request.destination else self._youngest_of_others
+        return others[0] > request.order
+
+    @property
+    def num_short_of_pages(self) -> int:
+        """Number of waiting requests if the oldest of them finds too few pages on this node; otherwise 0."""
+        oldest = next(iter((self._accepted or self._waiting).values()), None)
         if oldest is None or self.num_running >= self._max_running or oldest.pages.fit(self._free_pages):
-            return []
-        return list(waiting)
+            return 0
+        return self.num_waiting
 
     def accept(self, request_id: str) -> None:
         """Record that the decode side has reserved room. Requests start in the order in which they are accepted."""
-        self._accepted[request_id] = self._waiting.pop(request_id)
+        request = self._accepted[request_id] = self._take_waiting(request_id)
+        self._accepted_pages += request.pages
+
+    def _take_waiting(self, request_id: str) -> _Request:
+        request = self._waiting.pop(request_id)
+        self._changed.add(request.queue)
+        del self._queues[request.queue][request_id]
+        if not self._queues[request.queue]:
+            del self._queues[request.queue]
+            for lacking in self._lacking:
+                lacking.discard(request.queue)
+        return request
+
+    def _take_accepted(self, request_id: str) -> _Request:
+        request = self._accepted.pop(request_id)
+        self._accepted_pages -= request.pages
+        self._has_more_room = True  # of a request that is withdrawn; one that is started has overtaken others
+        return request
 
     def start_accepted(self) -> list[str]:
         """Start accepted requests in their order while there are pages; return the started ones.
@@ -209,12 +251,13 @@ class PrefillScheduler:
         the pages of running requests, which need nothing more to complete.
         """
         started = []
-        for request_id, request in list(self._accepted.items()):
-            if not request.pages.fit(self._free_pages) or self.num_running >= self._max_running:
+        while self._accepted and self.num_running < self._max_running:
+            request_id, request = next(iter(self._accepted.items()))
+            if not request.pages.fit(self._free_pages):
                 break
             self._free_pages -= request.pages
-            self._computing[request_id] = self._accepted.pop(request_id)
-            self._note_overtaken(request)
+            self._computing[request_id] = self._take_accepted(request_id)
+            self._note_started(request)
             started.append(request_id)
         return started
 
@@ -235,12 +278,14 @@ class PrefillScheduler:
             raise LocalProtocolError(f"{num_loaded} tokens of {request_id} were loaded, of {request.num_tokens}; one is computed")
         request.is_held, request.computed = False, num_loaded
 
-    def _note_overtaken(self, started: _Request) -> None:
-        """Mark the older waiting requests of other destinations."""
-        for request in self._waiting.values():
-            if request.order > started.order:
-                break
-            request.is_overtaken = request.is_overtaken or request.destination != started.destination
+    def _note_started(self, request: _Request) -> None:
+        started = request.order, request.destination
+        if started > self._youngest_started:
+            if request.destination != self._youngest_started[1]:
+                self._youngest_of_others = self._youngest_started
+            self._youngest_started = started
+        elif request.destination != self._youngest_started[1]:
+            self._youngest_of_others = max(self._youngest_of_others, started)
 
     def next_step(self) -> tuple[StepItem, ...]:
         """Return the items of the next step, the oldest requests first, and count them as computed. Empty if there are none.
@@ -274,7 +319,11 @@ class PrefillScheduler:
 
     def withdraw(self, request_id: str) -> bool:
         """Compute no more of a request; return True if it was not started, so that it holds nothing here."""
-        if self._waiting.pop(request_id, None) is not None or self._accepted.pop(request_id, None) is not None:
+        if request_id in self._waiting:
+            self._take_waiting(request_id)
+            return True
+        if request_id in self._accepted:
+            self._take_accepted(request_id)
             return True
         if request_id in self._computing:
             self._sending[request_id] = self._computing.pop(request_id)
@@ -284,6 +333,7 @@ class PrefillScheduler:
         """Release the pages of a request, which every rank has released."""
         request = self._sending.pop(request_id, None) or self._computing.pop(request_id)
         self._free_pages += request.pages
+        self._has_more_room = True
 
     def check_idle(self) -> None:
         """Raise LocalProtocolError if nothing is in flight, but pages are missing."""

@@ -136,7 +136,7 @@ async def test_scheduling_that_breaks_is_said_and_not_silent(monkeypatch: pytest
         raise LocalProtocolError(reason)
 
     if where == "the loop":
-        monkeypatch.setattr(world.scheduler, "startable", breaks)
+        monkeypatch.setattr(world.scheduler, "next_to_ask", breaks)
     world.submit("a", 3)
     await turns()
     assert reason in world.broken[0]

@@ -31,6 +31,14 @@ def start(one: PrefillScheduler, name: str) -> None:
     assert one.start_accepted() == [name]
 
 
+def asking(one: PrefillScheduler) -> list[str]:
+    """Every request that may ask now. The decode side has no room for any of them."""
+    names = one.next_to_ask()
+    for name in names:
+        one.not_yet(name)
+    return names
+
+
 def test_what_is_computed_of_a_request_is_known_while_it_is_started() -> None:
     one = scheduler()
     submit(one, "a", 19)
@@ -58,14 +66,14 @@ def test_a_prompt_that_the_pool_cannot_hold_takes_host_pages() -> None:
     assert (one.pages_for(13 * PAGE_SIZE), one.all_pages) == ("0 device and 13 host", "12 device and 30 host")
     for name, pages in (("long", 25), ("longer", 20), ("short", 12)):
         submit(one, name, pages * PAGE_SIZE)
-    assert one.startable() == ["long", "short"], "only 5 host pages are left"
+    assert asking(one) == ["long", "short"], "only 5 host pages are left"
     start(one, "long")
     assert one.is_in_host("long") and one.free_pages.by_group == (POOL_PAGES,)
-    assert one.startable() == ["short"], "a request that waits for host pages delays no request on the device"
+    assert asking(one) == ["short"], "a request that waits for host pages delays no request on the device"
     while one.next_step():
         pass
     one.release("long")
-    assert one.startable() == ["longer", "short"]
+    assert asking(one) == ["longer", "short"]
     start(one, "longer")
     start(one, "short")
     assert not one.is_in_host("short") and one.free_pages.by_group == (0,)
@@ -90,20 +98,20 @@ def test_a_prompt_in_host_memory_does_not_hold_up_the_others() -> None:
 
 def test_who_waits_for_pages_is_told_from_who_waits_for_something_else() -> None:
     one = scheduler(max_running=2)
-    assert one.short_of_pages() == []
+    assert one.num_short_of_pages == 0
     submit(one, "running", 10 * PAGE_SIZE)
-    assert one.short_of_pages() == [], "it waits for the decode side"
+    assert one.num_short_of_pages == 0, "it waits for the decode side"
     start(one, "running")
     submit(one, "big", 3 * PAGE_SIZE)
     submit(one, "small", 1)
-    assert one.short_of_pages() == ["big", "small"]
+    assert one.num_short_of_pages == 2
     one.accept("big")
-    assert one.start_accepted() == [] and one.short_of_pages() == ["big", "small"]
+    assert one.start_accepted() == [] and one.num_short_of_pages == 2
     one.withdraw("big")
-    assert one.short_of_pages() == []
+    assert one.num_short_of_pages == 0
     start(one, "small")
     submit(one, "more", 3 * PAGE_SIZE)
-    assert one.short_of_pages() == [], "it waits for one of those that run"
+    assert one.num_short_of_pages == 0, "it waits for one of those that run"
 
 
 def test_the_oldest_waits_for_its_pages_and_is_not_overtaken() -> None:
@@ -112,11 +120,11 @@ def test_the_oldest_waits_for_its_pages_and_is_not_overtaken() -> None:
     start(one, "running")
     submit(one, "big", 3 * PAGE_SIZE)
     submit(one, "small", 1)
-    assert one.startable() == []
+    assert asking(one) == []
     one.next_step()
     assert not one.withdraw("running")
     one.release("running")
-    assert one.startable() == ["big", "small"]
+    assert asking(one) == ["big", "small"]
 
 
 class Leaking(PrefillScheduler):
@@ -146,7 +154,7 @@ def test_mistakes_are_named() -> None:
 def test_can_ever_hold_agrees_with_what_starts(num_tokens: int) -> None:
     one = scheduler()
     submit(one, "a", num_tokens)
-    assert one.can_ever_hold(num_tokens) == (one.startable() == ["a"])
+    assert one.can_ever_hold(num_tokens) == (asking(one) == ["a"])
 
 
 BIG, SMALL = 8 * PAGE_SIZE, 1
@@ -157,11 +165,11 @@ def test_more_than_fits_may_be_accepted_and_starts_when_pages_are_back() -> None
     submit(one, "a", BIG, destination=1)
     submit(one, "b", BIG, destination=2)
     submit(one, "c", SMALL, destination=3)
-    for name in one.startable():
+    for name in asking(one):
         one.accept(name)
     assert one.start_accepted() == ["a"], "c would fit, but b was accepted before it"
     assert (one.num_waiting, one.num_running) == (2, 1)
-    assert one.startable() == [] == one.start_accepted()
+    assert asking(one) == [] == one.start_accepted()
     assert one.withdraw("b"), "it was never started"
     assert one.start_accepted() == ["c"]
     one.withdraw("a")
@@ -178,15 +186,46 @@ def test_one_that_others_overtook_is_asked_for_and_is_next() -> None:
     submit(one, "big", BIG, destination=1)
     submit(one, "same", SMALL, destination=1)
     submit(one, "other", SMALL, destination=2)
-    assert one.startable() == ["other"], "nobody has overtaken it yet"
+    assert asking(one) == ["other"], "nobody has overtaken it yet"
     start(one, "other")
     submit(one, "another", SMALL, destination=2)
-    assert one.startable() == ["big", "another"], "the decode side may have no room for the big one"
+    assert asking(one) == ["big", "another"], "the decode side may have no room for the big one"
     one.accept("big")
-    assert one.start_accepted() == [] == one.startable()
+    assert one.start_accepted() == [] == asking(one)
     one.withdraw("running")
     one.release("running")
     assert one.start_accepted() == ["big"]
+
+
+def test_one_that_others_overtook_is_asked_for_although_all_slots_are_taken() -> None:
+    one = scheduler(max_running=3)
+    submit(one, "running", 6 * PAGE_SIZE)
+    start(one, "running")
+    submit(one, "big", BIG, destination=1)
+    submit(one, "first", SMALL, destination=2)
+    submit(one, "second", SMALL, destination=2)
+    assert one.next_to_ask() == ["first", "second"]
+    one.accept("second")
+    one.accept("first")
+    assert one.next_to_ask() == [], "it would get no slot, because others have room already"
+    assert one.start_accepted() == ["second", "first"]
+    assert one.next_to_ask() == ["big"] and one.next_to_ask() == [], "it asks until it is answered"
+    one.withdraw("big")
+    one.not_yet("big")
+    submit(one, "later", SMALL, destination=1)
+    assert one.next_to_ask() == [], "nobody has overtaken this one, and there is no slot"
+
+
+def test_what_others_took_is_missing_behind_one_that_still_asks() -> None:
+    one = scheduler()
+    submit(one, "asks", 6 * PAGE_SIZE, destination=1)
+    submit(one, "other", 8 * PAGE_SIZE, destination=2)
+    assert one.next_to_ask() == ["asks", "other"]
+    one.accept("other")
+    submit(one, "behind", SMALL, destination=1)
+    assert one.next_to_ask() == []
+    one.withdraw("other")
+    assert one.next_to_ask() == ["behind"]
 
 
 def test_only_the_oldest_few_of_each_destination_are_named() -> None:
@@ -195,9 +234,9 @@ def test_only_the_oldest_few_of_each_destination_are_named() -> None:
         submit(one, f"full-{index}", SMALL, destination=1)
     submit(one, "idle", SMALL, destination=2)
     oldest = [f"full-{index}" for index in range(ASKED_AT_ONCE)]
-    assert one.startable() == [*oldest, "idle"]
+    assert asking(one) == [*oldest, "idle"]
     start(one, "full-0")
-    assert one.startable() == [*oldest[1:], f"full-{ASKED_AT_ONCE}", "idle"], "the next one moves up"
+    assert asking(one) == [*oldest[1:], f"full-{ASKED_AT_ONCE}", "idle"], "the next one moves up"
 
 
 def test_what_was_loaded_is_not_computed_and_nobody_waits_for_it() -> None:
@@ -236,8 +275,10 @@ class Life(RuleBasedStateMachine):
         self.computed: dict[str, int] = {}
         self.waiting: list[str] = []
         self.destinations: dict[str, int] = {}
+        self.asking: set[str] = set()
         self.accepted: list[str] = []
         self.started: list[str] = []
+        self.last_started: dict[int, int] = {}  # by destination: number of the youngest
         self.withdrawn: set[str] = set()
         self.held: set[str] = set()
 
@@ -250,17 +291,42 @@ class Life(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def accept_some(self, data: st.DataObject) -> None:
-        """Also only some of those that may start, in any order: the decode side decides."""
-        names = self.one.startable()
-        for destination in range(1, 4):
-            queue = [name for name in self.waiting if self.destinations[name] == destination]
-            mine = [name for name in names if self.destinations[name] == destination]
-            assert mine == queue[: len(mine)], "no one overtakes another for the same destination"
-        for name in data.draw(st.permutations(names)) if names else ():
-            if data.draw(st.booleans()):
+        """Also only some of those that may start, in any order: the decode side decides, and may answer later."""
+        names, may_ask = self.one.next_to_ask(), self.may_ask()
+        assert names == [name for name in may_ask if name not in self.asking]
+        self.asking.update(names)
+        for name in data.draw(st.permutations(sorted(self.asking))) if self.asking else ():
+            answer = data.draw(st.sampled_from(("accept", "not yet", "later")))
+            if answer == "later":
+                continue
+            self.asking.remove(name)
+            if answer == "not yet":
+                self.one.not_yet(name)
+            else:
                 self.one.accept(name)
                 self.waiting.remove(name)
                 self.accepted.append(name)
+
+    def may_ask(self) -> list[str]:
+        """Every request that may ask now, by the rules and without any memory of earlier questions."""
+        found = []
+        for destination in range(1, 4):
+            pages = self.one.free_pages.by_group[0] - sum(self.pages(name) for name in self.accepted)
+            slots = min(RUNNING - len(self.started) - len(self.accepted), ASKED_AT_ONCE)
+            queue = [name for name in self.waiting if self.destinations[name] == destination]
+            for position, name in enumerate(queue):
+                pages, slots = pages - self.pages(name), slots - 1
+                if pages >= 0 and slots >= 0:
+                    found.append(name)
+                    continue
+                others = (last for other, last in self.last_started.items() if other != destination)
+                if position == 0 and not self.accepted and max(others, default=-1) > int(name[1:]):
+                    found.append(name)
+                break
+        return sorted(found, key=lambda name: int(name[1:]))
+
+    def pages(self, name: str) -> int:
+        return -(-self.sizes[name] // PAGE_SIZE)
 
     @rule()
     def start_accepted(self) -> None:
@@ -268,6 +334,9 @@ class Life(RuleBasedStateMachine):
         assert names == self.accepted[: len(names)]
         del self.accepted[: len(names)]
         self.started += names
+        for name in names:
+            last = self.last_started.get(self.destinations[name], -1)
+            self.last_started[self.destinations[name]] = max(last, int(name[1:]))
         for name in names:
             if int(name[1:]) % 2:
                 self.one.hold(name)
@@ -299,6 +368,7 @@ class Life(RuleBasedStateMachine):
         assert self.one.withdraw(name) == (name not in self.started)
         self.withdrawn.add(name)
         self.held.discard(name)
+        self.asking.discard(name)
         for names in (self.waiting, self.accepted):
             if name in names:
                 names.remove(name)
@@ -315,7 +385,7 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def pages_are_counted(self) -> None:
-        held = sum(-(-self.sizes[name] // PAGE_SIZE) for name in self.started)
+        held = sum(self.pages(name) for name in self.started)
         assert self.one.free_pages.by_group == (POOL_PAGES - held,) and held <= POOL_PAGES
         assert self.one.num_running == len(self.started) <= RUNNING
         assert self.one.num_waiting == len(self.waiting) + len(self.accepted)

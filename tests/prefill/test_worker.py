@@ -80,7 +80,7 @@ class Rank:
 
     def start_all(self) -> list[str]:
         """Every request that there is room for."""
-        for request_id in self.scheduler.startable():
+        for request_id in self.scheduler.next_to_ask():
             self.scheduler.accept(request_id)
         started = self.scheduler.start_accepted()
         for request_id in started:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -114,6 +115,11 @@ class OutgoingTransfers(ABC):
         self._on_outcome = on_outcome
         self._on_given_up = on_given_up
         self._transfers: dict[str, Transfer] = {}  # by id, until no rank knows it
+        # Each join is told of the others' tokens with each heartbeat, and each event looks at the queue. So both are counted.
+        self._unstarted: OrderedDict[str, Transfer] = OrderedDict()  # in the order of acceptance
+        self._of: dict[Join, dict[str, Transfer]] = {}  # no join has none
+        self._num_tokens = 0  # of transfers that are not over
+        self._tokens_of: Counter[int] = Counter()  # the same by decode incarnation; none has 0
 
     @abstractmethod
     def _accept(self, transfer: Transfer) -> None:
@@ -137,12 +143,12 @@ class OutgoingTransfers(ABC):
     @property
     def num_queued(self) -> int:
         """Number of transfers that wait for the engine, or for room on the decode side."""
-        return sum(not transfer.is_started for transfer in self._transfers.values())
+        return len(self._unstarted)
 
     @property
     def num_running(self) -> int:
         """Number of transfers that the ranks were asked to send. Pages can be released while bytes are still in flight."""
-        return sum(transfer.is_started for transfer in self._transfers.values())
+        return len(self._transfers) - len(self._unstarted)
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -150,15 +156,11 @@ class OutgoingTransfers(ABC):
 
     def is_idle(self, join: Join) -> bool:
         """Return whether nothing of that decode instance is in flight."""
-        return all(transfer.join is not join for transfer in self._transfers.values())
+        return join not in self._of
 
     def others_tokens(self, join: Join) -> int:
         """Return the prompt tokens of transfers to other decode instances, of which not all is sent."""
-        return sum(
-            len(transfer.token_ids)
-            for transfer in self._transfers.values()
-            if not transfer.is_over and transfer.join.incarnation != join.incarnation
-        )
+        return self._num_tokens - self._tokens_of[join.incarnation]
 
     def views(self) -> list[RequestView]:
         """Return a view of each transfer that is not finished."""
@@ -196,7 +198,9 @@ class OutgoingTransfers(ABC):
         if transfer.transfer_id in self._transfers:
             raise TransferAborted(f"request_id {transfer.transfer_id} is in flight already; ids must be unique")
         self._accept(transfer)
-        self._transfers[transfer.transfer_id] = transfer
+        self._transfers[transfer.transfer_id] = self._unstarted[transfer.transfer_id] = transfer
+        self._of.setdefault(transfer.join, {})[transfer.transfer_id] = transfer
+        self._count_tokens(transfer, len(transfer.token_ids))
         if transfer.span is not None:
             transfer.span.set(prompt_tokens=len(transfer.token_ids))
 
@@ -210,9 +214,8 @@ class OutgoingTransfers(ABC):
 
     def abort_join(self, join: Join, error: TransferError) -> None:
         """Give up every transfer to a decode instance that is lost."""
-        for transfer in list(self._transfers.values()):
-            if transfer.join is join:
-                self.fail(transfer, error)
+        for transfer in list(self._of.get(join, {}).values()):
+            self.fail(transfer, error)
 
     # Reports of the ranks
 
@@ -267,6 +270,7 @@ class OutgoingTransfers(ABC):
             fields: Fields of the message that `StartTransfer` does not have.
         """
         transfer.started_s = time.monotonic()
+        del self._unstarted[transfer.transfer_id]
         transfer.unsent = set(range(self._num_ranks))
         self._broadcast(
             kind(
@@ -301,7 +305,7 @@ class OutgoingTransfers(ABC):
     def _end_if_sent(self, transfer: Transfer) -> None:
         """End the transfer once every rank has sent its part and the prompt is computed, in either order."""
         if transfer.is_sent and transfer.is_computed and not transfer.is_over:
-            transfer.is_over = True
+            self._mark_over(transfer)
             transfer.progress.put_nowait(pb.PrefillEvent(sent=pb.PrefillSent(stats=_sum_of(transfer.stats))))
             self._on_outcome("sent")
             self._on_end(transfer, None)
@@ -326,7 +330,7 @@ class OutgoingTransfers(ABC):
         self._forget_if_done(transfer)  # its pages may be released already; then no rank reports it again
 
     def _end(self, transfer: Transfer, error: TransferError) -> None:
-        transfer.is_over = True
+        self._mark_over(transfer)
         if transfer.room is not None:
             transfer.room.cancel()  # this also ends the task that waits for it
         transfer.progress.put_nowait(error)
@@ -345,8 +349,22 @@ class OutgoingTransfers(ABC):
 
         The decode side chooses the ids, and the sender of a rank treats a known id as a bug of its own process.
         """
-        if transfer.is_over and not transfer.holding and not transfer.unsent:
-            self._transfers.pop(transfer.transfer_id, None)
+        is_done = transfer.is_over and not transfer.holding and not transfer.unsent
+        if is_done and self._transfers.pop(transfer.transfer_id, None) is not None:
+            self._unstarted.pop(transfer.transfer_id, None)
+            del self._of[transfer.join][transfer.transfer_id]
+            if not self._of[transfer.join]:
+                del self._of[transfer.join]
+
+    def _mark_over(self, transfer: Transfer) -> None:
+        transfer.is_over = True
+        self._count_tokens(transfer, -len(transfer.token_ids))
+
+    def _count_tokens(self, transfer: Transfer, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        self._tokens_of[transfer.join.incarnation] += num_tokens
+        if not self._tokens_of[transfer.join.incarnation]:
+            del self._tokens_of[transfer.join.incarnation]
 
     def _end_all(self, error: TransferError) -> None:
         """End every transfer with `error`, without messages to the ranks, which have ended or are about to end."""
@@ -354,6 +372,8 @@ class OutgoingTransfers(ABC):
             if not transfer.is_over:
                 self._end(transfer, error)
         self._transfers.clear()
+        self._unstarted.clear()
+        self._of.clear()
 
 
 def _pause_s() -> float:
