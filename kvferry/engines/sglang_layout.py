@@ -290,20 +290,24 @@ def _state(pool: Any, index: int, cut: EngineCut, *, layer: int) -> Iterator[_La
 
 
 def _convolution(state: Tensor, pool: Any, cut: EngineCut, layer: int) -> Iterator[_Layer]:
-    """Yield the blocks of a convolution's channels that are sharded by themselves. A channel counts as a head."""
+    """Yield the blocks of a convolution's channels that are sharded by themselves. A channel counts as a head.
+
+    Args:
+        state: [slots, channels, inputs]; if SGLang shards another dimension (KDA), [slots, inputs, channels].
+    """
     name = f"convolution of layer {layer}"
-    if getattr(pool, "conv_slice_axis", 0) != 0 or state.dim() != 3:
-        raise LayoutError(f"{name} is {tuple(state.shape)}; cannot be moved yet unless it is [slots, channels, tokens]")
     blocks = pool.conv_shard_groups
     if blocks is None:
         # SGLang does not tell how the channels are sharded, so ranks must have the same ones on both sides.
         yield _part(_joined(state, 1, name).unsqueeze(1), cut, name)
         return
+    rows = [state] if pool.conv_slice_axis == 0 else [row.unsqueeze(-1) for row in state.unbind(1)]
     sizes = [block // cut.tp_size for block in blocks]
-    if sum(sizes) != state.shape[1] or any(block % cut.tp_size for block in blocks):
-        raise LayoutError(f"{name} has {state.shape[1]} channels on each of {cut.tp_size} ranks; the model has {blocks}")
-    for block in state.split(sizes, dim=1):
-        yield _part(block, cut, name)
+    if sum(sizes) != rows[0].shape[1] or any(block % cut.tp_size for block in blocks):
+        raise LayoutError(f"{name} has {rows[0].shape[1]} channels on each of {cut.tp_size} ranks; the model has {blocks}")
+    for row in rows:
+        for block in row.split(sizes, dim=1):
+            yield _part(block, cut, name)
 
 
 def _joined(state: Tensor, first_dim: int, name: str) -> Tensor:

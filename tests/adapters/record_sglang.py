@@ -66,6 +66,7 @@ def pools() -> Iterator[tuple[str, object]]:
         name = "hybrid" if tp_size == 1 else f"hybrid_tp{tp_size}"
         yield f"{name}_gdn", hybrid(states(tp_size, [32, 32, 64]), head_num=4 // tp_size)
     yield "hybrid_mamba2", hybrid(states(1, None), head_num=4)
+    yield "hybrid_kda", hybrid(kda_states(), head_num=4)
 
 
 def states(tp_size: int, conv_shard_groups: list[int] | None) -> object:
@@ -87,6 +88,18 @@ def states(tp_size: int, conv_shard_groups: list[int] | None) -> object:
     layers = [0, 2]
     params = Mamba2CacheParams(shape=shape, layers=layers, dtype=dtype)
     return MambaPool(size=6, spec_state_size=0, cache_params=params, mamba_layer_ids=layers, device="cpu")
+
+
+def kda_states() -> object:
+    """A pool of states of Kimi's delta attention."""
+    from sglang.srt.configs.mamba_utils import KimiLinearCacheParams, KimiLinearStateShape, Mamba2StateDType
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+
+    shape = KimiLinearStateShape.create(tp_world_size=2, num_heads=8, head_dim=8)
+    params = KimiLinearCacheParams(
+        shape=shape, layers=[0, 2], dtype=Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
+    )
+    return MambaPool(size=6, spec_state_size=0, cache_params=params, mamba_layer_ids=[0, 2], device="cpu")
 
 
 def hybrid(mamba_pool: object, *, head_num: int) -> object:

@@ -200,6 +200,17 @@ def test_states_whose_shards_are_unknown_go_to_the_same_ranks_only() -> None:
     assert any("layers[0:1]: recurrent_state kv_heads=1" in text for text in one.layout.differences(two.layout))
 
 
+def test_inputs_of_kdas_convolutions_are_parts_of_their_own() -> None:
+    """Its channels are the last dimension, and on a GPU a head's elements must be adjacent."""
+    pool = pool_of("hybrid_kda")
+    view = read_pool(pool, cut(tp_size=2, tp_rank=0, num_kv_heads=8)).view
+    specs = [(spec.num_kv_heads, spec.k_head_dim) for spec in view.layout.layers[:10]]
+    assert specs == [(64, 1)] * 9 + [(8, 64)]
+    pool.mamba_pool.mamba_cache.conv[0][1, 5, 2, 32:64] = 3.0  # of layer 2, the newest input, the second block
+    found = view.buffer(10 + 1 + 7, is_v=False)
+    assert (found[5] == 3.0).all() and found.shape == (7, 1, 32, 1) and found.stride(-1) == 1
+
+
 # Draft models and pipeline stages
 
 
@@ -255,7 +266,6 @@ def test_a_stage_without_a_window_counts_the_pages_of_the_others() -> None:
          "layers are stored in 2 element types .layer 0 in torch.bfloat16, layer 1 in torch.float32.; must be one"),
         ("hybrid_gdn", part_of("hybrid_gdn", "mamba_pool", conv_shard_groups=[32, 32, 32]), {},
          r"convolution of layer 0 has 128 channels on each of 1 ranks; the model has \[32, 32, 32\]"),
-        ("hybrid_gdn", part_of("hybrid_gdn", "mamba_pool", conv_slice_axis=1), {}, "convolution of layer 0 is .7, 128, 3."),
         ("hybrid_gdn", part_of("hybrid_gdn", "mamba_pool", num_state_entries=6), {}, "layer 0 keeps more than the states"),
     ],
 )  # fmt: skip
