@@ -14,7 +14,8 @@ from kvferry.engines.sglang_layout import EngineCut, StageLayers, page_addresses
 from transfer.copy.request_tables import RequestTables
 from transfer.errors import LayoutError
 from transfer.layer_groups import NO_PAGE, GroupKind
-from transfer.layout import DType, KVLayout, LayerKind, TokenOrder, routes
+from transfer.layout import DType, KVLayout, LayerKind, TokenOrder
+from transfer.local_pair import LocalPair
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "recorded" / "sglang-0.5.23-pools.json").read_text(encoding="utf-8")
@@ -188,8 +189,6 @@ def test_states_of_two_ranks_are_parts_of_the_same_layout() -> None:
     one = read_pool(pool_of("hybrid_gdn"), cut()).view
     two = read_pool(pool_of("hybrid_tp2_gdn"), cut(tp_size=2, tp_rank=1)).view
     assert two.layout == one.layout
-    found = routes(one.layout, one.shard, two.shard)
-    assert {(route.decode_rank, route.heads.source_start) for route in found if route.num_kv_heads == 64} == {(0, 0), (1, 32)}
 
 
 def test_states_whose_shards_are_unknown_go_to_the_same_ranks_only() -> None:
@@ -209,6 +208,24 @@ def test_inputs_of_kdas_convolutions_are_parts_of_their_own() -> None:
     pool.mamba_pool.mamba_cache.conv[0][1, 5, 2, 32:64] = 3.0  # of layer 2, the newest input, the second block
     found = view.buffer(10 + 1 + 7, is_v=False)
     assert (found[5] == 3.0).all() and found.shape == (7, 1, 32, 1) and found.stride(-1) == 1
+
+
+async def test_states_of_two_ranks_become_those_of_one() -> None:
+    """In SGLang's own tensors: convolutions by blocks of channels, recurrences by heads."""
+    sources, target = [pool_of("hybrid_tp2_gdn") for _ in range(2)], pool_of("hybrid_gdn")
+    views = [read_pool(pool, cut(tp_size=2, tp_rank=rank)).view for rank, pool in enumerate(sources)]
+    whole = read_pool(target, cut()).view
+    convolution, recurrence = torch.randn(128, 3).bfloat16(), torch.randn(8, 8, 8)  # of layer 2, which is index 1
+    blocks = convolution.split([32, 32, 64])
+    for rank, pool in enumerate(sources):
+        cache = pool.mamba_pool.mamba_cache
+        cache.conv[0][1, 3] = torch.cat([block.chunk(2)[rank] for block in blocks])
+        cache.temporal[1, 3] = recurrence.chunk(2)[rank]
+    async with LocalPair(views, [whole]) as pair:
+        tables = [((4, 5), (3,), (3,))] * 2, [((1, 2), (6,), (6,))]
+        await pair.transfer("a", num_tokens=20, prefill_tables=tables[0], decode_tables=tables[1])
+    cache = target.mamba_pool.mamba_cache
+    assert torch.equal(cache.conv[0][1, 6], convolution) and torch.equal(cache.temporal[1, 6], recurrence)
 
 
 # Draft models and pipeline stages
