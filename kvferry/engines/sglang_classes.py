@@ -409,6 +409,10 @@ def _start(
         "quantization": server_args.quantization,
         "json_model_override_args": server_args.json_model_override_args,
     }
+    fields = model_fields(server_args.model_path, changes=changes)
+    if server_args.speculative_draft_model_path:
+        draft = model_fields(server_args.speculative_draft_model_path)
+        fields |= {f"draft.{name}": value for name, value in draft.items()}
     instance = f"sglang-{os.getpid()}-{secrets.token_hex(8)}"
     for group in (parallel.pp_group, parallel.attn_tp_group):  # from the first stage to all, then from each one's first rank
         instance = group.broadcast_object(instance, src=0)
@@ -416,7 +420,7 @@ def _start(
         layout=pool.view.layout,
         shard=shard,
         pool=pool.view,
-        model_fields=model_fields(server_args.model_path, changes=changes),
+        model_fields=fields,
         max_context_tokens=scheduler.model_config.context_len,
         vocab_size=MAX_TOKEN_ID,
         step_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,

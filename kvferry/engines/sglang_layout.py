@@ -224,6 +224,9 @@ def _window_layers(pool: Any, cut: EngineCut, order: TokenOrder) -> Iterator[_La
 
 def _hybrid_layers(pool: Any, cut: EngineCut, order: TokenOrder) -> Iterator[_Layer]:
     attention: Mapping[int, int] = pool.full_attention_layer_id_mapping
+    kind = type(pool.mamba_pool).__name__
+    if kind != "MambaPool":
+        raise LayoutError(f"states are in a pool of class {kind}, which cannot be moved yet; must be MambaPool")
     states: dict[int, int] = {layer: index for index, layer in enumerate(pool.mamba_pool.mamba_layer_ids)}
     for layer in sorted({*attention, *states}):
         if layer in attention:
@@ -242,6 +245,10 @@ def _draft_layers(pool: Any, cut: EngineCut, order: TokenOrder) -> Iterator[_Lay
         )
     if getattr(pool, "kv_cache_layout", "nhd") != order.lower():
         raise LayoutError(f"the draft model is stored as {pool.kv_cache_layout}, the model as {order.lower()}; must be alike")
+    if kind == "MHATokenToKVPool" and not cut.draft_kv_heads:
+        raise LayoutError(
+            "layer 0 of the draft model has an unknown number of KV heads; must be EAGLE, MTP or a standalone model"
+        )
     for index in range(pool.layer_num):
         yield _attention(pool, index, cut, order, layer=cut.num_layers + index, num_heads=cut.draft_kv_heads)
 

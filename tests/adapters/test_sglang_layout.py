@@ -283,6 +283,8 @@ def test_a_stage_without_a_window_counts_the_pages_of_the_others() -> None:
          "layers are stored in 2 element types .layer 0 in torch.bfloat16, layer 1 in torch.float32.; must be one"),
         ("hybrid_gdn", part_of("hybrid_gdn", "mamba_pool", conv_shard_groups=[32, 32, 32]), {},
          r"convolution of layer 0 has 128 channels on each of 1 ranks; the model has \[32, 32, 32\]"),
+        ("hybrid_gdn", part_of("hybrid_gdn", "mamba_pool", **{"class": "UnifiedMambaPool"}), {},
+         "states are in a pool of class UnifiedMambaPool, which cannot be moved yet; must be MambaPool"),
         ("hybrid_gdn", part_of("hybrid_gdn", "mamba_pool", num_state_entries=6), {}, "layer 0 keeps more than the states"),
     ],
 )  # fmt: skip
@@ -302,6 +304,7 @@ def test_a_state_whose_elements_lie_apart_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
+        ("draft", {"draft_kv_heads": 0}, "layer 0 of the draft model has an unknown number of KV heads"),
         ("swa", {}, "layer 0 of the draft model is in a pool of class SWAKVPool, which cannot be moved yet"),
         ("mha_hnd", {}, "the draft model is stored as hnd, the model as nhd; must be alike"),
         ("mha_uneven", {}, "layers are stored in 2 element types .layer 0 in torch.float32, layer 4 in torch.bfloat16"),
@@ -309,7 +312,7 @@ def test_a_state_whose_elements_lie_apart_is_refused() -> None:
 )
 def test_draft_models_that_cannot_be_moved_are_named(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        read_pool(pool_of("mha"), cut(draft_kv_heads=4), draft_pool=pool_of(name, **changes))
+        read_pool(pool_of("mha"), cut(**{"draft_kv_heads": 4, **changes}), draft_pool=pool_of(name))
 
 
 def test_page_table_of_a_prompt_whose_beginning_is_there_already() -> None:
