@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from decode_node.rank_messages import ExpectRequest, FinishRequest
+from decode_node.requests import GenerationAttempt
 from tests.decode.leader_world import PAGE_SIZE, PLAN, POOL_PAGES, World, turns
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
+from transfer.chunk import ChunkPlan
 from transfer.connector import incoming as incoming_module
-from transfer.connector.incoming import ASK_AGAIN_S
+from transfer.connector.incoming import ASK_AGAIN_S, ASKED_AT_ONCE, MOST_ASKED
 from transfer.connector.messages import CancelIncoming
 from transfer.errors import PeerUnreachable, TransferAborted
 from transfer.pb import kvferry_pb2 as pb
@@ -27,8 +29,8 @@ async def world() -> AsyncIterator[World]:
     await one.close()
 
 
-def streaming() -> World:
-    world = World()
+def streaming(*, max_queued: int = 100) -> World:
+    world = World(max_queued=max_queued)
     for peer in (world.peer, world.other):
         peer.takes_room = True
     return world
@@ -133,6 +135,29 @@ def test_the_scheduler_is_asked_again_at_intervals_without_a_change(monkeypatch:
         monkeypatch.setattr(world.leader, "room", counted)
         await asyncio.sleep(10 * ASK_AGAIN_S + 0.1)
         assert num_questions == 10
+        await world.close()
+
+    run_in_virtual_time(main, monkeypatch, incoming_module)
+
+
+def test_of_thousands_only_the_oldest_are_asked_for_at_intervals_and_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(loop: VirtualTimeLoop) -> None:
+        names = [f"r{number}" for number in range(MOST_ASKED + 40)]
+        world = streaming(max_queued=len(names))
+        await asked(world, "holder", *names, num_tokens=2 * HALF)
+        place = world.leader.room
+        questions: dict[float, list[str]] = {}
+
+        async def noted(attempt: GenerationAttempt, plan: ChunkPlan) -> object:
+            questions.setdefault(loop.now_s, []).append(attempt.transfer_id)
+            return await place(attempt, plan)
+
+        monkeypatch.setattr(world.leader, "room", noted)
+        await asyncio.sleep(ASK_AGAIN_S + 0.01)
+        questions.clear()
+        await asyncio.sleep(ASK_AGAIN_S)
+        assert sorted(name for some in questions.values() for name in some) == sorted(names[:MOST_ASKED])
+        assert {len(some) for some in questions.values()} == {ASKED_AT_ONCE}
         await world.close()
 
     run_in_virtual_time(main, monkeypatch, incoming_module)

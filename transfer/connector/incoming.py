@@ -10,7 +10,7 @@ that the engine needs has come. Then the prompt is settled. It is LEAVING when i
 it is GONE.
 
 **Room.** A prefill node asks for room in the stream of the prompt, or by `Reserve` if it is older, and the scheduler answers. It
-is asked again for a waiting attempt when room has changed, and after `ASK_AGAIN_S`. If no attempt waits for room, and the prefill
+is asked again for a waiting attempt when room has changed, and every `ASK_AGAIN_S`. If no attempt waits for room, and the prefill
 node has little else to compute, room is taken before the call (docs/adr/0066-early-room.md).
 
 **End.** `give_up` ends a prompt, `fail` ends an attempt. With `reuses_pages`, all attempts fill the same pages. Then the next
@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
 import math
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
@@ -91,12 +90,16 @@ PLACED_TOKENS_AT_ONCE: Final = 1 << 18
 """Tokens of prompts that are placed at once. Choosing a node for 131,072 tokens takes the loop some 5 ms."""
 
 ASK_AGAIN_S: Final = 0.5
-"""Pause between two questions to the scheduler about room. It is shorter than `decode_node.admission.WAITS_S`, so a waiting
+"""Longest pause between two questions to the scheduler about room. `decode_node.admission.WAITS_S` is longer, so that a waiting
 request keeps its place."""
 
 ASKED_AT_ONCE: Final = 32
 """Attempts for which the scheduler is asked again at a change. A question takes up to 0.3 ms of the loop, and hundreds can wait.
-The others follow after `ASK_AGAIN_S`."""
+The others follow within `ASK_AGAIN_S`."""
+
+MOST_ASKED: Final = 256
+"""Attempts for which the scheduler is asked again within `ASK_AGAIN_S`, those of the oldest prompts. With 1,024 prefill nodes,
+8,000 can wait, and would take all of the loop's time."""
 
 EARLY_ROOM_S: Final = 1.0
 """Time after which early room of a prompt that its prefill node has not begun is released, if others lack room. It is as long as
@@ -142,12 +145,15 @@ class IncomingTransfers(Generic[PromptT]):
         self._observer = observer
         self._name_attempt = name_attempt
         self._attempts: dict[str, Attempt[PromptT]] = {}  # current ones, and earlier ones that a rank still holds
+        self._num_waiting = 0  # of them, those that wait for a prefill node or for room
         self._unsent: list[Attempt[PromptT]] = []  # attempts that wait for any prefill node to join, the oldest prompt's first
         self._placing: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # calls to prefill nodes, and waits for a node or for room
         self._no_room_s = -math.inf  # when the scheduler last had no room
         self._without_room: dict[Attempt[PromptT], asyncio.Future[None]] = {}  # done when the scheduler is to be asked again
+        self._by_age: list[Attempt[PromptT]] = []  # the same attempts, the oldest prompt's first
         self._is_asking_again = False
+        self._asking_again: asyncio.TimerHandle | None = None
 
     @property
     def _prompts(self) -> tuple[PromptT, ...]:
@@ -164,7 +170,7 @@ class IncomingTransfers(Generic[PromptT]):
 
     @property
     def num_queued(self) -> int:
-        return sum(attempt.stage is AttemptStage.WAITING for attempt in self._attempts.values())
+        return self._num_waiting
 
     @property
     def num_running(self) -> int:
@@ -193,9 +199,11 @@ class IncomingTransfers(Generic[PromptT]):
             self._stop_waiting(attempt)
             self._judge(attempt, Verdict.NOTHING, str(error))
             self._answer_reserve(attempt, str(error))
-        if self._placing is not None:
-            self._placing.cancel()
+        for timer in (self._placing, self._asking_again):
+            if timer is not None:
+                timer.cancel()
         self._attempts.clear()
+        self._num_waiting = 0
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -385,6 +393,7 @@ class IncomingTransfers(Generic[PromptT]):
         )
         prompt.attempts.append(attempt)
         self._attempts[attempt.transfer_id] = attempt
+        self._num_waiting += 1
         if peer is not None:
             self._send(attempt, peer)
             return
@@ -517,6 +526,7 @@ class IncomingTransfers(Generic[PromptT]):
 
     def _end_wait(self, attempt: Attempt[PromptT], error: str = "") -> None:
         """Record that a waiting attempt gets room, or why it gets none."""
+        self._num_waiting -= 1
         attempt.prompt.queue_left_s = self._queue_left_s(attempt)
         self._observer.on_queue_seconds(time.monotonic() - attempt.begun_s)
         self._observer.on_wait_over(attempt.transfer_id)
@@ -641,8 +651,21 @@ class IncomingTransfers(Generic[PromptT]):
 
     def _ask_oldest_again(self) -> None:
         self._is_asking_again = False
-        for attempt in heapq.nsmallest(ASKED_AT_ONCE, self._without_room, key=lambda one: one.prompt.accepted_s):
+        self._ask_some_again(0)
+
+    def _ask_some_again(self, begin: int) -> None:
+        for attempt in self._by_age[begin : begin + ASKED_AT_ONCE]:
             self.ask_again(attempt)
+
+    def _ask_next_again(self, begin: int) -> None:
+        """Ask again for the attempts at `begin` in the order of age, and for the next ones a moment later."""
+        self._asking_again = None
+        if self._by_age:
+            self._ask_some_again(begin)
+            pause_s = ASK_AGAIN_S * ASKED_AT_ONCE / MOST_ASKED
+            self._asking_again = asyncio.get_running_loop().call_later(
+                pause_s, self._ask_next_again, (begin + ASKED_AT_ONCE) % MOST_ASKED
+            )
 
     def ask_again(self, attempt: Attempt[PromptT]) -> None:
         """Ask the scheduler again for one attempt, if it waits for room."""
@@ -652,10 +675,14 @@ class IncomingTransfers(Generic[PromptT]):
 
     async def _until_room_changed(self, attempt: Attempt[PromptT]) -> None:
         changed = self._without_room[attempt] = asyncio.get_running_loop().create_future()
+        insort(self._by_age, attempt, key=_age)
+        if self._asking_again is None:
+            self._asking_again = asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._ask_next_again, 0)
         try:
-            await asyncio.wait((changed,), timeout=ASK_AGAIN_S)
+            await changed
         finally:
             del self._without_room[attempt]
+            del self._by_age[bisect_left(self._by_age, _age(attempt), key=_age)]
 
     async def _give_room(
         self, attempt: Attempt[PromptT], wanted: pb.PrefillRoomWanted, room: asyncio.Future[pb.PrefillRoom]
@@ -877,6 +904,11 @@ class IncomingTransfers(Generic[PromptT]):
         if self._scheduler.reuses_pages and attempt.failure is not None:
             self._go_on(attempt)
         self._forget_if_done(attempt)
+
+
+def _age(attempt: Attempt[Any]) -> tuple[float, str]:
+    """Return the key of the order of age. Ids are unique."""
+    return attempt.prompt.accepted_s, attempt.transfer_id
 
 
 def _checked_note(payload: bytes, peer: PrefillPeer) -> bytes:
