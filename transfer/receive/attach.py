@@ -182,6 +182,7 @@ class PrefillSessions:
         self._on_writer_lost = on_writer_lost
         self._on_link_probed = on_link_probed
         self._writers: dict[int, Writer] = {}  # by session
+        self._of_instance: dict[int, dict[int, Writer]] = {}  # the same by incarnation and session; no instance has none
         self._refused = LogRateLimiter()  # calls that the caller's certificate does not allow
         self._attaching: set[asyncio.Task[None]] = set()  # probes, and kernels being compiled
         ring = self._receiver.ring
@@ -222,11 +223,7 @@ class PrefillSessions:
 
     def writers_of(self, prefill_incarnation: int) -> TransferTerms | Unattached:
         """Return the terms of all requests of that prefill instance, or why none can arrive whole."""
-        writers = {
-            writer.rank: (number, writer)
-            for number, writer in self._writers.items()
-            if writer.instance.incarnation == prefill_incarnation
-        }
+        writers = {writer.rank: (number, writer) for number, writer in self._of_instance.get(prefill_incarnation, {}).items()}
         if not writers:
             return Unattached(reason="no rank of the prefill instance is attached")
         _, some = next(iter(writers.values()))
@@ -243,9 +240,8 @@ class PrefillSessions:
 
     def forget_prefill(self, incarnation: int, reason: str) -> None:
         """End the sessions of a prefill instance that is gone."""
-        for number, writer in list(self._writers.items()):
-            if writer.instance.incarnation == incarnation:
-                self._receiver.close_session(number, reason)
+        for number in tuple(self._of_instance.get(incarnation, ())):
+            self._receiver.close_session(number, reason)
 
     def _on_session_closed(self, session: int, reason: str) -> None:
         writer = self._writers.pop(session, None)
@@ -253,9 +249,13 @@ class PrefillSessions:
         self._servicer.close_session(session, reason)
         if writer is not None:
             log.info("session_closed", prefill_rank=writer.rank, reason=reason)
-            name = (writer.instance.incarnation, writer.rank)
-            if all((other.instance.incarnation, other.rank) != name for other in self._writers.values()):
-                self._on_writer_lost(*name, clip_reason(reason))
+            incarnation = writer.instance.incarnation
+            others = self._of_instance[incarnation]
+            del others[session]
+            if not others:
+                del self._of_instance[incarnation]
+            if all(other.rank != writer.rank for other in others.values()):
+                self._on_writer_lost(incarnation, writer.rank, clip_reason(reason))
 
     @property
     def num_strangers(self) -> int:
@@ -317,6 +317,7 @@ class PrefillSessions:
             digest=agreement.digest,
             scales=conversion_scales(self._own, request.prefill),
         )
+        self._of_instance.setdefault(request.prefill.incarnation, {})[number] = writer
         self._receiver.driver.add(session)
         self._receiver.open_session(number, session, incarnation=request.prefill.incarnation, control_key=request.control_key)
         probe_bytes = min(request.probe_bytes, self._context.transport_config.probe_bytes)
