@@ -27,7 +27,8 @@ def serve(
     http_port: command.HttpPort = None,
     transport: command.TransportName = None,
     prefill_node: Annotated[
-        list[str] | None, typer.Option(metavar="HOST:PORT", help="A prefill node, once for each (peers.prefill_nodes).")
+        list[str] | None,
+        typer.Option(metavar="HOST:PORT", help="gRPC address of a prefill node; repeatable (peers.prefill_nodes)."),
     ] = None,
     ready_file: command.ReadyFile = None,
     log_level: command.LogLevel = None,

@@ -246,6 +246,6 @@ def check_step_fits(config: DecodeNodeConfig) -> None:
     most = MAX_PAYLOAD_BYTES // part_bytes - 1  # the message's own fields are smaller than a part
     if running > most:
         raise ConfigError(
-            f"limits.max_running_requests is {running}; a step of so many can take {part_bytes * (running + 1)} bytes, and a "
+            f"limits.max_running_requests is {running}; a step of this size can take {part_bytes * (running + 1)} bytes, and a "
             f"message to the ranks takes {MAX_PAYLOAD_BYTES}: it can be at most {most}"
         )

@@ -126,7 +126,7 @@ def check_can_speculate(name: str) -> None:
     if ARCHITECTURES[name].hook is Hook.GATED_DELTA_NET:
         raise ConfigError(
             f"speculative.method is set, and a {name} has recurrent layers, whose state cannot drop a rejected draft token; "
-            "leave it out"
+            "remove it"
         )
 
 

@@ -246,7 +246,7 @@ class EmbeddedEngine:
         if self.draft_files is not None:
             raise ConfigError(
                 "prefill.sparse_policy is xattention, and speculative.model is given; the workspaces of block-sparse prefill are "
-                "those of one model: leave one of them out"
+                "those of one model: remove one of them"
             )
         if chunk_tokens is None:
             raise ConfigError("sparse_prefill is given and chunk_tokens is not; its workspaces need both")
@@ -561,9 +561,7 @@ class EmbeddedEngine:
         host = self._host_pages
         if host is None:
             if any(any(map(len, own)) for own in hosts):
-                raise EngineError(
-                    "a prompt has pages in host memory; an engine that is set up for decode steps cannot compute it"
-                )
+                raise EngineError("a prompt has pages in host memory; an engine for decode steps cannot compute it")
             return None
         chunks = [
             HostChunk(

@@ -136,7 +136,7 @@ class HostFetcher:
         """
         for _ in range(count):
             if not self._in_flight or self._in_flight[0].layer != layer:
-                raise LocalProtocolError(f"host pages of layer {layer} are asked for out of turn")
+                raise LocalProtocolError(f"host pages of layer {layer} were requested out of order")
             place = (self._num_fetched - len(self._in_flight)) % NUM_BUFFERS
             if self._stream is not None:
                 torch.cuda.current_stream(self._device).wait_event(self._fetched[place])

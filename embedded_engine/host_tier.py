@@ -42,7 +42,7 @@ class HostBlocks:
         groups = [index for index, group in enumerate(pool.groups) if group.kind is GroupKind.FULL]
         if not groups:
             names = ", ".join(group.name for group in pool.groups)
-            raise ConfigError(f"the model has no full attention ({names}); nothing of it can be read from host memory")
+            raise ConfigError(f"the model has no full attention ({names}); its KV cannot be read from host memory")
         (self.group,) = groups
         if len(host.num_pages) != len(pool.groups) or not host.num_pages[self.group]:
             raise ConfigError(f"host num_pages is {host.num_pages}; the group of full attention must have at least 1 host page")

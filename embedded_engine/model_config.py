@@ -58,7 +58,7 @@ def check_is_plain(directory: Path, config: dict[str, Any]) -> None:
 
 
 def no_weights(directory: Path) -> ConfigError:
-    return ConfigError(f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}; weights must be in safetensors files")
+    return ConfigError(f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}; the weights must be safetensors files")
 
 
 def architecture_of(directory: Path, config: dict[str, Any]) -> str:

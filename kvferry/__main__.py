@@ -117,7 +117,7 @@ def plan(
     ] = None,
     policy: Annotated[str, typer.Option(help="static-fraction or page-count.")] = "static-fraction",
     memory_ratio: Annotated[float, typer.Option(help="Fraction of the free memory, with --policy page-count.")] = 0.88,
-    max_total_tokens: Annotated[int | None, typer.Option(help="Most tokens of the pool.")] = None,
+    max_total_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of the pool.")] = None,
     staging: Annotated[str | None, typer.Option(help="Staging memory of a prefill rank; by default that of a node.")] = None,
     ring: Annotated[str | None, typer.Option(help="Ring of a decode rank, for example 1GiB; by default that of a node.")] = None,
     weights: Annotated[
@@ -197,15 +197,15 @@ def route(
         typer.Option(
             metavar="URL",
             help="A vLLM prefill server (http://host:port), or a kvferry prefill node (grpc://host:port) for vLLM decode servers "
-            "with kvferry's connector; once for each.",
+            "with kvferry's connector; repeatable.",
         ),
     ] = None,
     decode: Annotated[
         list[str] | None,
         typer.Option(
             metavar="URL",
-            help="A vLLM decode server (http://host:port), or a kvferry decode node (grpc://host:port), which knows its "
-            "prefill nodes by itself; once for each.",
+            help="A vLLM decode server (http://host:port), or a kvferry decode node (grpc://host:port), which has its "
+            "own list of prefill nodes; repeatable.",
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
@@ -291,11 +291,11 @@ def doctor(
     json: JsonFlag = False,
     node: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST:PORT", help="Also compare this machine with a running node; once for each."),
+        typer.Option(metavar="HOST:PORT", help="Also compare this machine with a running node; repeatable."),
     ] = None,
     node_config: Annotated[
         list[Path] | None,
-        typer.Option(help="Also check that the ports of this configuration are free; once for each."),
+        typer.Option(help="Also check that the ports of this configuration are free; repeatable."),
     ] = None,
     *,
     tls: TlsOptions,

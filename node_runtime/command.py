@@ -74,13 +74,13 @@ TlsKey = Annotated[Path | None, _security_option("PEM private key of that certif
 TlsCa = Annotated[Path | None, _security_option("PEM certificates of the authorities of other certificates (tls.ca_file).")]
 PeerName = Annotated[
     list[str] | None,
-    _security_option("Name of the other tier's certificates, once for each (tls.peer_names).", metavar="NAME"),
+    _security_option("Name of the other tier's certificates; repeatable (tls.peer_names).", metavar="NAME"),
 ]
 ClientName = Annotated[
-    list[str] | None, _security_option("Name of clients' certificates, once for each (tls.client_names).", metavar="NAME")
+    list[str] | None, _security_option("Name of clients' certificates; repeatable (tls.client_names).", metavar="NAME")
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Set any setting by its path, once for each.")
+    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Set any setting by its path; repeatable.")
 ]
 CheckConfig = Annotated[bool, typer.Option("--check-config", help="Check the configuration and exit.")]
 

@@ -46,7 +46,7 @@ class RankCodec:
     def encode(self, message: object) -> bytes:
         name = type(message).__name__
         if name not in self._adapters:
-            raise LocalProtocolError(f"{name} is no message of this link")
+            raise LocalProtocolError(f"{name} is not a message of this link")
         packed: bytes = msgpack.packb((name, message), default=_fields)
         return packed
 
@@ -60,7 +60,7 @@ class RankCodec:
             name, fields = msgpack.unpackb(payload, strict_map_key=False)
             adapter = self._adapters.get(name)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise LocalProtocolError(f"{len(payload)} bytes are no message of a rank link: {type(error).__name__}") from error
+            raise LocalProtocolError(f"{len(payload)} bytes are not a message of a rank link: {type(error).__name__}") from error
         if adapter is None:
             raise LocalProtocolError(f"message {name!r:.200} of a rank link does not fit: there is none of that name")
         try:

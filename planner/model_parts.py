@@ -161,5 +161,5 @@ class ModelShape:
     def _computed_in(self, dtype: DType | None) -> DType:
         found = dtype or self.dtype
         if found is None:
-            raise ConfigError(f"dtype is not in config.json; it must be given, one of {', '.join(MODEL_DTYPES)}")
+            raise ConfigError(f"dtype is not in config.json; set dtype to one of {', '.join(MODEL_DTYPES)}")
         return found

@@ -92,7 +92,7 @@ class DeviceMemory:
             what = "a rank's part of the memory that this host has available" if self.is_cpu else "the device"
             raise MemoryPlanError(
                 f"memory.device_memory is {shown(num_bytes)} ({num_bytes} bytes); {what} is {shown(self.total_bytes)}: "
-                "it must be that or less"
+                "it must not be larger"
             )
         in_use = self.total_bytes - self.free_bytes
         return DeviceMemory(total_bytes=num_bytes, free_bytes=max(1, num_bytes - in_use), is_cpu=self.is_cpu)

@@ -121,7 +121,7 @@ def agree_on_free_bytes(free_by_rank: Mapping[int, int]) -> int:
         MemoryPlanError: Two ranks differ by more than 2 GiB.
     """
     if not free_by_rank:
-        raise ConfigError("free_by_rank is empty; every rank must say what is free on its device")
+        raise ConfigError("free_by_rank is empty; every rank must report its free memory")
     least = min(free_by_rank, key=lambda rank: (free_by_rank[rank], rank))
     most = max(free_by_rank, key=lambda rank: (free_by_rank[rank], -rank))
     if free_by_rank[most] - free_by_rank[least] > MAX_DIFFERENCE_BYTES:

@@ -148,9 +148,7 @@ class PlanInputs:
 
     def __post_init__(self) -> None:
         if self.device_bytes is None and self.free_bytes is None:
-            raise self._wrong(
-                "device memory is unknown; it must be given with --device-memory, or what is free with --free-memory"
-            )
+            raise self._wrong("device memory is unknown; set --device-memory, or --free-memory")
         for name, flag in _FLAGS.items():
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -173,7 +171,9 @@ class PlanInputs:
         if self.device_bytes is not None and self.free_bytes is not None and self.free_bytes > self.device_bytes:
             raise self._wrong(f"--free-memory is {self.free_bytes}; it must be at most --device-memory, {self.device_bytes}")
         if self.dp_size > 1 and not self.has_dp_attention:
-            raise self._wrong(f"--dp is {self.dp_size}; without --dp-attention every replica is a node of its own, it must be 1")
+            raise self._wrong(
+                f"--dp is {self.dp_size}; without --dp-attention it must be 1, because each replica is a separate node"
+            )
         if self.tp_size % self.dp_size:
             raise self._wrong(f"--dp is {self.dp_size}; it must divide --tp, {self.tp_size}")
         if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
@@ -186,7 +186,7 @@ class PlanInputs:
         """Refuse values that do not fit the model."""
         if self.dtype is None and self.model.dtype is None:
             raise self._wrong(
-                f"config.json does not say what the model is stored in; give --dtype, one of {', '.join(MODEL_DTYPES)}"
+                f"config.json does not contain the dtype of the weights; set --dtype to one of {', '.join(MODEL_DTYPES)}"
             )
         if self.pp_size > len(self.model.layers):
             raise self._wrong(f"--pp is {self.pp_size}; a model of {len(self.model.layers)} layers has at most as many stages")

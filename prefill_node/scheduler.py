@@ -273,7 +273,7 @@ class PrefillScheduler:
         """
         request = self._computing.get(request_id)
         if request is None or not request.is_held:
-            raise LocalProtocolError(f"request {request_id} is not held; what was loaded of it comes too late")
+            raise LocalProtocolError(f"request {request_id} has ended; its loaded pages arrived too late")
         if not 0 <= num_loaded < request.num_tokens:
             raise LocalProtocolError(f"{num_loaded} tokens of {request_id} were loaded, of {request.num_tokens}; one is computed")
         request.is_held, request.computed = False, num_loaded

@@ -44,7 +44,9 @@ def host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP, membership: Pa
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
         total, available = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     except (OSError, LookupError, ValueError) as error:
-        raise ConfigError(f"the host's memory cannot be read from {meminfo}: {error}; it must be given") from error
+        raise ConfigError(
+            f"the host's memory cannot be read from {meminfo}: {error}; set memory.device_memory (--device-memory)"
+        ) from error
     for group, files in _groups(cgroup, membership):
         limit = _number(group / files.limit)
         if limit is None:

@@ -46,7 +46,7 @@ def checked_entry(entry: str) -> str:
     is_uri = "://" in entry
     if not (_URI_ENTRY if is_uri else _DNS_ENTRY).fullmatch(entry) or _is_address(entry) or ("*" in entry and is_uri):
         raise ValueError(
-            f"{entry!r} is no name; it must be a DNS name (decode-0.example, *.decode.example) or a URI (spiffe://example/decode)"
+            f"{entry!r} is not a valid name; it must be a DNS name (decode-0.example, *.decode.example) or a URI (spiffe://example/decode)"
         )
     return entry
 

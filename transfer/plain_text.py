@@ -66,7 +66,7 @@ def check_etcd(discovery: DiscoveryConfig, tls: TlsConfig) -> None:
         scheme, _, address = endpoint.partition("://")
         if scheme == "http" and not is_loopback(address) and tls.insecure < ANYWHERE:
             raise ConfigError(
-                f"discovery.etcd_endpoints is {endpoint}, which is no loopback address; use https://{address}, or allow "
+                f"discovery.etcd_endpoints is {endpoint}, which is not a loopback address; use https://{address}, or allow "
                 f"plain text with --insecure-anywhere (tls.insecure: {ANYWHERE})"
             )
 
@@ -101,6 +101,5 @@ def why_not_plain_text(what: str, address: str, insecure: int) -> str | None:
     """
     if insecure >= ANYWHERE or (insecure and is_loopback(address)):
         return None
-    return (
-        f"{what} is {address}, which is no loopback address; without TLS it needs --insecure-anywhere (tls.insecure: {ANYWHERE})"
-    )
+    needs = f"without TLS it needs --insecure-anywhere (tls.insecure: {ANYWHERE})"
+    return f"{what} is {address}, which is not a loopback address; {needs}"

@@ -66,7 +66,9 @@ class Watermark:
             raise RemoteProtocolError(f"watermark position {self.position}, sequence {self.sequence}: neither can be negative")
         for span in self.released:
             if span.begin <= edge:
-                raise RemoteProtocolError(f"watermark range [{span.begin}, {span.end}) touches what lies below it ({edge})")
+                raise RemoteProtocolError(
+                    f"watermark range [{span.begin}, {span.end}) overlaps or touches the range below it ({edge})"
+                )
             edge = span.end
 
 

@@ -168,7 +168,7 @@ def _vocab_size(options: LoadOptions, nodes: list[dict[str, Any]]) -> int:
         return options.vocab_size
     told = [node["vocab_size"] for node in nodes]
     if not all(isinstance(one, str) and one.isdigit() and int(one) > 1 for one in told):
-        raise ConfigError("the nodes do not say how many token ids their model has; give --vocab-size")
+        raise ConfigError("the nodes do not report the vocabulary size; set --vocab-size")
     return min(map(int, told))
 
 

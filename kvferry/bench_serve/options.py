@@ -66,7 +66,7 @@ class LoadOptions:
 
     targets: Annotated[
         list[str] | None,
-        typer.Option("--target", metavar="HOST:PORT", help="A decode node's gRPC address; once for each."),
+        typer.Option("--target", metavar="HOST:PORT", help="gRPC address of a decode node; repeatable."),
     ] = None
     rates: Annotated[
         list[str] | None,
@@ -81,10 +81,8 @@ class LoadOptions:
         Path | None,
         typer.Option(help="JSONL file with timestamp_s, prompt_tokens, output_tokens; --rate stretches it."),
     ] = None
-    shared_prefix: Annotated[float, typer.Option(help="Part of each prompt that others begin with, too, from 0 to 1.")] = 0.0
-    num_prefixes: Annotated[
-        int, typer.Option("--prefixes", min=1, max=MAX_REQUESTS, help="How many such beginnings there are.")
-    ] = 1
+    shared_prefix: Annotated[float, typer.Option(help="Shared beginning, as a part of each prompt from 0 to 1.")] = 0.0
+    num_prefixes: Annotated[int, typer.Option("--prefixes", min=1, max=MAX_REQUESTS, help="Number of shared beginnings.")] = 1
     num_requests: Annotated[
         int | None, typer.Option("--requests", min=1, max=MAX_REQUESTS, help="Requests that count, of each rate.")
     ] = None
@@ -97,25 +95,23 @@ class LoadOptions:
     ] = 5
     timeout_s: Annotated[float, typer.Option("--timeout", help="Deadline of each request, in seconds.")] = 120.0
     choice: Annotated[Choice, typer.Option(help="How a target is chosen for a request.")] = Choice.ROUND_ROBIN
-    slo_ttft_s: Annotated[float | None, typer.Option("--slo-ttft", help="Seconds to the first token that count as good.")] = None
-    slo_tpot_s: Annotated[
-        float | None, typer.Option("--slo-tpot", help="Mean seconds for each further token that count as good.")
-    ] = None
+    slo_ttft_s: Annotated[float | None, typer.Option("--slo-ttft", help="Objective: maximum seconds to the first token.")] = None
+    slo_tpot_s: Annotated[float | None, typer.Option("--slo-tpot", help="Objective: maximum mean seconds per further token.")] = (
+        None
+    )
     seed: Annotated[
         int | None,
-        typer.Option(
-            min=0, max=2**63 - 1, help="Same seed, same arrivals, lengths and prompts; without it another one each time."
-        ),
+        typer.Option(min=0, max=2**63 - 1, help="Seed of arrivals, lengths and prompts; random by default."),
     ] = None
     max_lateness_s: Annotated[
         float,
         typer.Option(
             "--max-lateness",
-            help="Seconds by which this command may be late (p99) before it calls its own figures wrong.",
+            help="Maximum lateness of this command (p99) in seconds; above it the report is invalid.",
         ),
     ] = 0.1
     vocab_size: Annotated[
-        int | None, typer.Option(min=2, max=1 << 31, help="Token ids are below it; by default the nodes say it.")
+        int | None, typer.Option(min=2, max=1 << 31, help="Vocabulary size; by default reported by the nodes.")
     ] = None
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
 
@@ -126,7 +122,7 @@ class LoadOptions:
         if not targets:
             raise ConfigError("no --target; give host:port of a decode node, once for each")
         if repeated := {one for one in targets if targets.count(one) > 1}:
-            raise ConfigError(f"--target {min(repeated)} is given twice; one connection serves any load")
+            raise ConfigError(f"--target {min(repeated)} appears twice; one connection is enough for any load")
         for rate in self.offered_rates:
             if not 0 < rate <= MAX_RATE:
                 raise ConfigError(f"--rate is {rate:g}; it must be above 0 and at most {MAX_RATE} requests a second")
@@ -146,7 +142,7 @@ class LoadOptions:
         rates = self.offered_rates
         if self.trace is not None:
             if self.num_requests is not None or self.duration_s is not None:
-                raise ConfigError("--trace says how many requests there are; leave out --requests and --duration")
+                raise ConfigError("--trace determines the number of requests; remove --requests and --duration")
             return
         if not rates:
             raise ConfigError("no --rate; give requests a second, several with commas for a sweep, as 1,2,4")

@@ -16,9 +16,9 @@ def check_picture(file: Path) -> None:
         ConfigError: It cannot.
     """
     if file.suffix.lower() != ".png":
-        raise ConfigError(f"--plot is {file}; its name must end in .png, for that is what is written")
+        raise ConfigError(f"--plot is {file}; its name must end in .png")
     if not os.path.isdir(file.parent):  # Path.is_dir raises OSError for a name that is too long
-        raise ConfigError(f"--plot is {file}; there is no folder {file.parent}")
+        raise ConfigError(f"--plot is {file}; the folder does not exist: {file.parent}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -130,7 +130,7 @@ class Lengths:
 
 def _tokens(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and 1 <= int(text) <= _MOST):
-        raise ValueError(f"{text!r} is no number of tokens from 1 to {_MOST}")
+        raise ValueError(f"{text!r} is not a number of tokens from 1 to {_MOST}")
     return int(text)
 
 

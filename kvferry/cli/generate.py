@@ -35,10 +35,10 @@ class GenerateOptions:
     token_ids: Annotated[str | None, typer.Option(help="Token ids instead of a prompt, with commas between them.")] = None
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
-    top_p: Annotated[float, typer.Option(help="Nucleus, above 0 and at most 1.")] = 1.0
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling, above 0 and at most 1.")] = 1.0
     top_k: Annotated[int, typer.Option(help="Keep the k most likely; 0 keeps all.")] = 0
-    seed: Annotated[int, typer.Option(help="Same seed, same tokens.")] = 0
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end token.")] = False
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the model's end token.")] = False
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.token_ids is None):

@@ -32,16 +32,18 @@ class DemoOptions:
     prefill_order: Annotated[str, typer.Option(help="Order inside the prefill tier's pages: NHD or HND.")] = "NHD"
     decode_order: Annotated[str, typer.Option(help="Order inside the decode tier's pages: NHD or HND.")] = "NHD"
     transport: Annotated[str, typer.Option(help="Data plane: auto, shm, ucx, nixl, or cuda_ipc between GPUs.")] = "auto"
-    device: Annotated[str, typer.Option(help="cpu or cuda: a GPU for each rank; the tiers share where there are too few.")] = (
+    device: Annotated[str, typer.Option(help="cpu or cuda (one GPU per rank; the tiers share GPUs if there are too few).")] = (
         "cpu"
     )
-    model: Annotated[Path | None, typer.Option(help="Hugging Face directory; by default a small model is made.")] = None
-    model_kind: Annotated[ModelKind, typer.Option(help="What the layers of the model that is made keep.")] = ModelKind.LLAMA
+    model: Annotated[Path | None, typer.Option(help="Hugging Face directory; by default a small generated model.")] = None
+    model_kind: Annotated[ModelKind, typer.Option(help="Kind of the generated model.")] = ModelKind.LLAMA
     dtype: Annotated[str, typer.Option(help="float32, where tokens are comparable, or model: its own.")] = EXACT_DTYPE
     prompts_file: Annotated[
-        Path | None, typer.Option("--prompts", help="Text file, one prompt a line; by default those built in.")
+        Path | None, typer.Option("--prompts", help="Text file with one prompt per line; by default built-in prompts.")
     ] = None
-    num_requests: Annotated[int | None, typer.Option("--requests", help="How many; by default each prompt once.")] = None
+    num_requests: Annotated[int | None, typer.Option("--requests", help="Number of requests; by default each prompt once.")] = (
+        None
+    )
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 32
     offload: Annotated[
         Path | None,
@@ -86,7 +88,7 @@ class DemoOptions:
         if self.draft_model is not None and self.speculative != "draft_model":
             raise ConfigError(f"--draft-model is {self.draft_model}; it needs --speculative draft_model")
         if self.model is not None and self.model_kind is not ModelKind.LLAMA:
-            raise ConfigError(f"--model-kind is {self.model_kind}; it is of the model that is made, and --model names another")
+            raise ConfigError(f"--model-kind is {self.model_kind}; it applies to the generated model, but --model names another")
         check_writable(self.json_file)
 
 
@@ -97,8 +99,8 @@ class DemoClusterOptions:
     num_prefill: Annotated[int, typer.Option("--prefill", help="Prefill nodes.")] = 2
     num_decode: Annotated[int, typer.Option("--decode", help="Decode nodes.")] = 2
     rate: Annotated[float, typer.Option(help="Requests a second.")] = 3.0
-    seconds: Annotated[float, typer.Option(help="How long they come.")] = 20.0
-    is_kept: Annotated[bool, typer.Option("--keep", help="Stay afterwards, to be looked at, until Ctrl-C.")] = False
+    seconds: Annotated[float, typer.Option(help="Duration of the load.")] = 20.0
+    is_kept: Annotated[bool, typer.Option("--keep", help="Keep the cluster running until Ctrl-C.")] = False
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the summary to this file as JSON; - is standard output.")
     ] = None

@@ -134,7 +134,7 @@ def check_transfer(transport: str, measure: Callable[[str], LoopbackResult]) -> 
     try:
         result = measure(transport)
     except TransferError as error:
-        return fail(name, str(error), "see the lines above; UCX_LOG_LEVEL=info tells more")
+        return fail(name, str(error), "see the lines above; UCX_LOG_LEVEL=info logs more")
     text = f"{result.bandwidth_bytes_per_s / 1e9:.2f} GB/s, {result.latency_s * 1e6:,.0f} us, lane {result.lane}, bytes equal"
     if result.bandwidth_bytes_per_s < SLOW_BYTES_PER_S:
         fix = "run it again on an idle machine; if the lane ends with /net, permit cross-memory attach"

@@ -73,7 +73,7 @@ def check_peers(found: PeerAccess | str) -> Finding:
     count = len(found.names)
     if count == 0:
         fix = "unset CUDA_VISIBLE_DEVICES; nvidia-smi tells whether it works"
-        return warn(name, "torch sees no GPU, though there is one", fix)
+        return warn(name, "torch sees no GPU, although the machine has one", fix)
     what = ", ".join(f"{found.names.count(name)} x {name}" for name in dict.fromkeys(found.names))
     if count == 1:
         return ok(name, f"{what}: none to reach")
@@ -83,7 +83,7 @@ def check_peers(found: PeerAccess | str) -> Finding:
     more = f" and {len(missing) - _SHOWN_PAIRS} more" if len(missing) > _SHOWN_PAIRS else ""
     pairs = f"{', '.join(missing[:_SHOWN_PAIRS])}{more}"
     fix = "nvidia-smi topo -p2p r tells why; without NVLink: iommu=pt and ACS off (setpci), in a VM its PCI topology"
-    return warn(name, f"{what}: not {pairs}; between those there is no cuda_ipc, and ucx copies over the host", fix)
+    return warn(name, f"{what}: not {pairs}; these pairs cannot use cuda_ipc, and ucx copies over the host", fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

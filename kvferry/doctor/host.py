@@ -277,7 +277,7 @@ def check_clock(found: ClockState | str) -> Finding:
     if isinstance(found, str):
         return warn(name, f"not known: {found}", "timedatectl timesync-status (or chronyc tracking), on the host")
     if not found.is_synchronised:
-        return warn(name, "nobody keeps it right: the kernel calls it unsynchronised", _FIX_CLOCK)
+        return warn(name, "the clock is unsynchronised: no service sets it", _FIX_CLOCK)
     text = f"synchronised, being moved by {found.offset_s * 1e3:+.3f} ms, at most {found.max_error_s * 1e3:,.0f} ms wrong"
     if found.max_error_s > MAX_CLOCK_ERROR_S:
         fix = "chronyc sources -v (or timedatectl timesync-status): is its time server still reached?"

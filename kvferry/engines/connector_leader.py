@@ -356,7 +356,5 @@ def _locked(path: str, instance: str) -> IO[str]:
             pass
         except OSError:
             file.close()
-            raise ConfigError(
-                f"instance {instance!r} has a leader already on this machine; each needs a name of its own"
-            ) from None
+            raise ConfigError(f"instance {instance!r} already has a leader on this machine; use different names") from None
         file.close()  # the previous leader removed the file after it was opened here

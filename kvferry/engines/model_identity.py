@@ -31,7 +31,7 @@ def model_directory(model: str) -> Path:
     except (OSError, ValueError):
         found = None
     if found is None:
-        raise ConfigError(f"model is {model!r}, which is neither a directory nor in the hub's cache; must be one that is loaded")
+        raise ConfigError(f"model is {model!r}, which is neither a directory nor in the hub's cache")
     return Path(found).parent
 
 

@@ -427,4 +427,4 @@ async def _ask(method: str, url: str, content: bytes, headers: Mapping[str, str]
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"{url} answers with what is no JSON: {error}") from None
+        raise RemoteProtocolError(f"{url} returned invalid JSON: {error}") from None

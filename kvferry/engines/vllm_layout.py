@@ -197,7 +197,7 @@ class VllmLayout:
         known = ", ".join((*PACKED_BACKENDS, *DENSE_BACKENDS, *LATENT_BACKENDS))
         raise LayoutError(
             f"layer {layer.name} has the attention backend {layer.backend or 'unknown'} with head dims {layer.k_head_dim} and "
-            f"{layer.v_head_dim}, whose blocks kvferry does not know; it knows {known} (the setting --attention-backend)"
+            f"{layer.v_head_dim}, which kvferry does not support; supported backends: {known} (the setting --attention-backend)"
         )
 
 

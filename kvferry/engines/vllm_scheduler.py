@@ -42,8 +42,8 @@ class FirstTokenScheduler(AsyncScheduler):
         super().__init__(*args, **options)
         if not self.scheduler_config.async_scheduling and self.parallel_config.pipeline_parallel_size > 1:
             raise ConfigError(
-                "asynchronous scheduling is off; with pipeline parallelism, FirstTokenScheduler needs it: turn it on, or leave "
-                "out --scheduler-cls"
+                "asynchronous scheduling is off; with pipeline parallelism, FirstTokenScheduler needs it: enable it, or remove "
+                "--scheduler-cls"
             )
         reason = self._unsupported_reason()
         if reason:

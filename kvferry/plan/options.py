@@ -208,7 +208,7 @@ def _batch_sizes(options: PlanOptions) -> tuple[int, ...] | None:
     """Return the batch sizes of CUDA graphs: a list, or only the largest; empty for none; None to choose by the device."""
     if options.cuda_graph_bs is not None:
         if options.cuda_graph_max_bs is not None:
-            raise ConfigError("--cuda-graph-bs and --cuda-graph-max-bs are both given; it must be one of them")
+            raise ConfigError("--cuda-graph-bs and --cuda-graph-max-bs are both set; set one of them")
         sizes = options.cuda_graph_bs.replace(",", " ").split()
         if not all(size.isdecimal() for size in sizes):
             raise ConfigError(f"--cuda-graph-bs is {options.cuda_graph_bs!r}; it must be batch sizes, for example 1,2,4,8")

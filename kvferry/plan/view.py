@@ -209,7 +209,7 @@ def write_picture(plans: Sequence[tuple[str, MemoryPlan]], file: Path) -> None:
         ConfigError: The name does not end in .png, matplotlib is not installed, or the file cannot be written.
     """
     if file.suffix.lower() not in ("", ".png"):
-        raise ConfigError(f"--png is {file}; its name must end in .png, for that is what is written")
+        raise ConfigError(f"--png is {file}; its name must end in .png")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -115,7 +115,7 @@ class Backend:
         """Return the answer to `/v1/models`. Raises ApiError if no server can answer."""
         misfits = [server.misfit for server in self.prefill.servers]
         if misfits and all(misfits):
-            raise ApiError(503, f"no prefill server serves what the decode servers do: {'; '.join(misfits)}")
+            raise ApiError(503, f"no prefill server serves the models of the decode servers: {'; '.join(misfits)}")
         server = self.decode.pick()
         assert server is not None  # the first server always fits
         try:

@@ -198,7 +198,7 @@ class HttpServer(Server):
         except (ValueError, AttributeError, RecursionError):
             raise ServerFailed(self, "broken", "answered 200 and no JSON object") from None
         if params is not None and not isinstance(params, dict):
-            raise ServerFailed(self, "broken", f"answered with {KV_FIELD} that is no object")
+            raise ServerFailed(self, "broken", f"answered with {KV_FIELD} that is not an object")
         return params or None
 
     def _names_of(self, answer: Answer) -> frozenset[str]:

@@ -130,7 +130,7 @@ def prompt_of(body: Mapping[str, Any]) -> str | list[int]:
     given = body.get("prompt")
     if isinstance(given, list) and given and not isinstance(given[0], int):
         if len(given) > 1:
-            raise ApiError(400, f"prompt has {len(given)} prompts; a kvferry decode node takes one a request", param="prompt")
+            raise ApiError(400, f"prompt has {len(given)} prompts; a kvferry decode node accepts one per request", param="prompt")
         given = given[0]
     if isinstance(given, str):
         return given

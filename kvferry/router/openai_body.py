@@ -66,7 +66,7 @@ def _load_strange(content: bytes) -> Any:
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from None
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
     for name, value in body.items() if isinstance(body, dict) else ():
         try:
             json.dumps({name: value}, ensure_ascii=False, allow_nan=False).encode()

@@ -104,19 +104,19 @@ def router_settings(
         )
     if _are_nodes("--decode", decode):
         if prefill:
-            raise ConfigError(f"--prefill is {prefill[0]}; a kvferry decode node (grpc://) knows its prefill nodes by itself")
+            raise ConfigError(f"--prefill is {prefill[0]}; a kvferry decode node (grpc://) has its own list of prefill nodes")
         if flow is not None:
             raise ConfigError(f"--flow is {flow}; it is for vLLM servers (http://)")
     else:
         for name, given in (("--tokenizer", tokenizer), ("--model-name", model_name)):
             if given is not None:
-                raise ConfigError(f"{name} is {given}; it is for kvferry decode nodes (grpc://): vLLM servers have their own")
+                raise ConfigError(f"{name} is {given}; it applies to kvferry decode nodes (grpc://) only")
         if not prefill:
             raise ConfigError(
                 "--prefill is missing; give a vLLM prefill server (http://host:port) or a kvferry prefill node (grpc://host:port)"
             )
     if _are_nodes("--prefill", prefill) and flow is not None:
-        raise ConfigError(f"--flow is {flow}; it is for vLLM prefill servers (http://): a node is asked by the decode server")
+        raise ConfigError(f"--flow is {flow}; it applies to vLLM prefill servers (http://) only")
     servers = {
         option: tuple(_node_url(option, url) if is_node(url) else _server_url(option, url) for url in urls)
         for option, urls in (("--prefill", prefill), ("--decode", decode))
@@ -196,5 +196,5 @@ def _check_different(servers: Sequence[tuple[str, str]]) -> None:
     for option, url in servers:
         if url in seen:
             where = f"{option} twice" if seen[url] == option else f"{seen[url]} and {option}"
-            raise ConfigError(f"{url} is given for {where}; each server is given once")
+            raise ConfigError(f"{url} is given for {where}; name each server once")
         seen[url] = option

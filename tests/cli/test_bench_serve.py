@@ -300,7 +300,7 @@ def test_failures_are_counted_by_status(run_loop: RunLoop) -> None:
     ("arguments", "says"),
     [
         ((), "no --target"),
-        (("--target", "127.0.0.1:1", "--target", "127.0.0.1:1", "--rate", "1"), "--target 127.0.0.1:1 is given twice"),
+        (("--target", "127.0.0.1:1", "--target", "127.0.0.1:1", "--rate", "1"), "--target 127.0.0.1:1 appears twice"),
         (("--target", "127.0.0.1:1", "--rate", "1,x", "--requests", "1"), "--rate has 'x'"),
         (("--target", "127.0.0.1:1", "--rate", "1", "--requests", "1", "--arrivals", "gamma"), "Invalid value for '--arrivals'"),
         (("--target", "127.0.0.1:1", "--trace", "/nowhere", "--insecure"), "--trace is /nowhere; it cannot be read"),

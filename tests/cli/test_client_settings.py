@@ -63,5 +63,5 @@ def test_what_makes_no_sense_is_refused(files: Files, tmp_path: Path, more: str,
 
 def test_a_certificate_that_cannot_be_used_is_one_line(files: Files, tmp_path: Path) -> None:
     files.key.chmod(0o644)
-    with pytest.raises(ConfigError, match=r"tls.key_file is .*, which everybody on this machine may read or write \(mode 644\)"):
+    with pytest.raises(ConfigError, match=r"tls.key_file is .*, which all users of this machine can read or write \(mode 644\)"):
         client_security("status", FAR, file=yaml_of(files, tmp_path))

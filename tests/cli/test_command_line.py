@@ -193,7 +193,7 @@ NO_TLS = (
     "TLS is not set up; give tls.cert_file, tls.key_file and tls.ca_file (--tls-cert, --tls-key, --tls-ca), or use plain text on "
     "this machine with --insecure"
 )
-FAR = "--target is 10.0.0.1:1, which is no loopback address; without TLS it needs --insecure-anywhere (tls.insecure: 2)"
+FAR = "--target is 10.0.0.1:1, which is not a loopback address; without TLS it needs --insecure-anywhere (tls.insecure: 2)"
 
 
 @pytest.mark.parametrize("command", [("generate", "hi"), ("status",)])

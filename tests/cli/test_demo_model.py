@@ -68,7 +68,7 @@ def test_every_kind_has_a_directory_of_its_own_between_runs(monkeypatch: pytest.
 
 
 def test_kind_and_directory_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--model-kind is mla; it is of the model that is made"):
+    with pytest.raises(ConfigError, match="--model-kind is mla; it applies to the generated model"):
         DemoOptions(model=tmp_path, model_kind=ModelKind.MLA)
 
 

@@ -146,7 +146,7 @@ def test_what_is_wrong_is_one_line(models: Path, arguments: tuple[str, ...], cod
 
 def test_a_model_that_does_not_say_its_dtype_asks_for_it(models: Path) -> None:
     flags = ("--model", "gpt-oss-20b", "--device-memory", "24GiB")
-    assert "give --dtype, one of float32, bfloat16, float16\n" in plan(*flags).stderr
+    assert "set --dtype to one of float32, bfloat16, float16\n" in plan(*flags).stderr
     assert plan(*flags, "--dtype", "bfloat16").exit_code == 0
 
 

@@ -215,7 +215,7 @@ async def test_a_node_that_started_again_has_lost_the_prompts_of_its_engine(
     await clock.advance(RETRY_PAUSE_S)
     if engine_has_it:
         view = connector.prompts.view("b")
-        assert view is not None and view.failure == "prefill node prefill:1 has started again, and what its engine had is gone"
+        assert view is not None and view.failure == "prefill node prefill:1 restarted and lost the KV of its engine"
     else:
         assert len(connector.peer.calls) == 2, "it computes the prompt again"
 

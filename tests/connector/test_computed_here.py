@@ -118,4 +118,4 @@ def test_another_engine_computes_it(pair: Pair, front: Front) -> None:
     """As where the API is that of a second instance: said at once, not after limits.meet_timeout_s."""
     front.answer.set()
     _, decode, _ = asked(pair, front)
-    assert "was computed, but not by this engine" in decode.wait_until_failed("b")
+    assert "another engine computed the prompt" in decode.wait_until_failed("b")

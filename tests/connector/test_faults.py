@@ -129,7 +129,7 @@ def test_a_prefill_node_that_nobody_has_set(pair: Pair) -> None:
 def test_two_instances_of_one_name(start: Start) -> None:
     name = f"the-same-{os.getpid()}"  # other test runs on this machine use other names
     start(PREFILL, name=name)
-    with pytest.raises(ConfigError, match=f"instance '{name}' has a leader already"):
+    with pytest.raises(ConfigError, match=f"instance '{name}' already has a leader"):
         start(PREFILL, name=name)
 
 

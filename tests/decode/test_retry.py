@@ -112,7 +112,7 @@ async def test_whatever_comes_late_of_the_first_try_does_not_touch_the_second(wo
         await reserving
     with pytest.raises(TransportClosed, match="request a does not wait here"):
         await world.reserve("a", prefill=11)
-    with pytest.raises(TransportClosed, match=r"request a\.2 was given to another life"):
+    with pytest.raises(TransportClosed, match=r"request a\.2 was given to an earlier process"):
         await world.reserve("a.2", prefill=11)
     call.first_token()
     call.sent()

@@ -142,7 +142,7 @@ def test_draft_models_that_do_not_fit_are_refused(demo_dir: Path, family_dir: Di
         made(demo_dir, draft=family_dir("qwen3"))
     with pytest.raises(ConfigError, match="Qwen3NextForCausalLM has recurrent layers"):
         made(demo_dir, draft=family_dir("qwen3_next"))
-    with pytest.raises(ConfigError, match=r"xattention, and speculative.model is given; .*: leave one of them out"):
+    with pytest.raises(ConfigError, match=r"xattention, and speculative.model is given; .*: remove one of them"):
         made(demo_dir, draft=demo_dir, sparse_prefill=XAttention(), chunk_tokens=64)
 
 

@@ -63,7 +63,7 @@ def test_a_digest_of_the_whole_is_not_mixed_with_parts() -> None:
     with pytest.raises(LocalProtocolError, match="a part of 4 bytes follows the digest of the whole payload"):
         whole.update(b"more")
     parts.update(b"part")
-    with pytest.raises(LocalProtocolError, match="digest of a whole payload is given after parts of it"):
+    with pytest.raises(LocalProtocolError, match="digest of a whole payload was added after parts of it"):
         parts.take(7)
 
 

@@ -155,6 +155,6 @@ async def test_a_bad_join_is_refused_in_one_line(changes: dict[str, Any], compla
 @in_virtual_time
 async def test_without_tls_nobody_is_called_beyond_loopback(changes: dict[str, Any]) -> None:
     server = new_server(insecure=1)
-    with pytest.raises(grpc.aio.AioRpcError, match="which is no loopback address; without TLS it needs --insecure-anywhere"):
+    with pytest.raises(grpc.aio.AioRpcError, match="which is not a loopback address; without TLS it needs --insecure-anywhere"):
         await Stream(server, **changes).event()
     assert not list(server.joins)

@@ -258,7 +258,7 @@ def test_a_request_that_is_held_can_be_withdrawn() -> None:
     start(one, "a")
     one.hold("a")
     assert not one.withdraw("a")
-    with pytest.raises(LocalProtocolError, match="request a is not held; what was loaded of it comes too late"):
+    with pytest.raises(LocalProtocolError, match="request a has ended; its loaded pages arrived too late"):
         one.begin_at("a", 4)
     one.release("a")
     assert not one.withdraw("a"), "it is gone"

@@ -48,10 +48,10 @@ def swap_key(files: Files) -> None:
     files.put(key=Authority().issue("node.example")[1])
 
 
-ABSENT, NO_PEM = "which cannot be read: No such file or directory", "which holds no PEM certificate"
+ABSENT, NO_PEM = "which cannot be read: No such file or directory", "which contains no PEM certificate"
 NO_KEY = "which holds no PEM private key without a passphrase"
 NOT_ACCEPTED = "which is not accepted with tls.ca_file {ca}: unable to get local issuer certificate"
-OPEN_KEY = "which everybody on this machine may read or write (mode 644); chmod o-rw it"
+OPEN_KEY = "which all users of this machine can read or write (mode 644); chmod o-rw it"
 WRONG: dict[str, tuple[Callable[[Files], object], str]] = {
     "no certificate": (lambda files: files.cert.unlink(), f"cert_file is {{cert}}, {ABSENT}"),
     "half a certificate": (lambda files: files.put(cert=files.cert.read_bytes()[:200]), f"cert_file is {{cert}}, {NO_PEM}"),

@@ -18,7 +18,7 @@ NAMED = [("server.host", "10.0.0.1"), ("server.advertise_host", None), ("remote_
     ("insecure", "complaint"),
     [
         (0, "TLS is not set up; give tls.cert_file"),
-        (1, "server.host is 10.0.0.1, which is no loopback address; .*\nremote_address is 10.0.0.2:1"),
+        (1, "server.host is 10.0.0.1, which is not a loopback address; .*\nremote_address is 10.0.0.2:1"),
     ],
 )
 def test_plain_text_is_refused_for_each_address_that_it_may_not_go_to(insecure: int, complaint: str) -> None:

@@ -296,10 +296,10 @@ async def test_a_new_authority_in_three_steps(node: Node, authority: Authority, 
 
 async def test_plain_text_goes_to_loopback_addresses_alone() -> None:
     for address in ("10.0.0.1:1", "node.example:1"):
-        with pytest.raises(ConfigError, match=f"address is {address}, which is no loopback address"):
+        with pytest.raises(ConfigError, match=f"address is {address}, which is not a loopback address"):
             PeerChannel(address, PlainText())
         await PeerChannel(address, PlainText(insecure=2)).close()
-    with pytest.raises(ConfigError, match=r"server address is 0\.0\.0\.0:0, which is no loopback address"):
+    with pytest.raises(ConfigError, match=r"server address is 0\.0\.0\.0:0, which is not a loopback address"):
         await serve("0.0.0.0", 0)
 
 

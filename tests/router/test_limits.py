@@ -14,7 +14,7 @@ from tests.router.conftest import routing, settled, until
 
 BAD_BODIES = [
     (b"[1]", "must be an object", None),
-    (b'{"prompt": "\xff"}', "no JSON", None),
+    (b'{"prompt": "\xff"}', "not valid JSON", None),
     (b'{"prompt": "x", "temperature": NaN}', "NaN is no JSON number", None),
     (b'{"prompt": "x", "kv_transfer_params": null}', "kv_transfer_params is set by the router", "kv_transfer_params"),
     (b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}", "nested too deeply; it must have at most 100", None),

@@ -163,11 +163,11 @@ def test_check_config_reports_a_valid_configuration(app: Typer, model: Path, arg
     ("arguments", "refusals"),
     [
         ((), [NO_TLS]),
-        (("--insecure", "--host", "10.1.2.3"), ["server.host is 10.1.2.3, which is no loopback address; " + ANYWHERE]),
+        (("--insecure", "--host", "10.1.2.3"), ["server.host is 10.1.2.3, which is not a loopback address; " + ANYWHERE]),
         (
             ("--set", "tls.insecure=1", "--host", "::", "--set", "server.advertise_host=node.example"),
             [
-                f"server.{it}, which is no loopback address; " + ANYWHERE
+                f"server.{it}, which is not a loopback address; " + ANYWHERE
                 for it in ("host is ::", "advertise_host is node.example")
             ],
         ),
@@ -311,7 +311,7 @@ def test_a_node_that_would_let_nobody_in_does_not_start(model: Path, tmp_path: P
             ("--tls-cert", "c", "--tls-key", "k", "--tls-ca", "a", "--insecure"),
             "tls.insecure is 1 and cert_file is c; set one of them",
         ),
-        (("--peer-name", "10.0.0.1"), "'10.0.0.1' is no name; it must be a DNS name"),
+        (("--peer-name", "10.0.0.1"), "'10.0.0.1' is not a valid name; it must be a DNS name"),
     ],
 )
 def test_settings_of_tls_that_make_no_sense(model: Path, arguments: tuple[str, ...], complaint: str) -> None:

@@ -58,7 +58,7 @@ def test_a_message_arrives_as_it_was(codec: RankCodec, message: object) -> None:
     [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x91" * 5000, b"\x92\xa1x\x80\x00"],
 )
 def test_bytes_that_are_no_message_of_the_link_are_refused(payload: bytes) -> None:
-    with pytest.raises(LocalProtocolError, match=f"{len(payload)} bytes are no message of a rank link"):
+    with pytest.raises(LocalProtocolError, match=f"{len(payload)} bytes are not a message of a rank link"):
         prefill_messages.CODEC.decode(payload)
 
 

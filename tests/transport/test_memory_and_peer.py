@@ -96,7 +96,7 @@ def test_the_device_of_a_buffer_that_is_not_torchs() -> None:
     memory = memory_of(_Device(device_id=3))
     assert isinstance(memory, DeviceBuffer)
     assert memory.device_index == 3 and memory.part(ByteRange(begin=0, end=1)).device_index == 3
-    with pytest.raises(ConfigError, match=r"_Silent does not say which device it lies on.* address 0x1000; register an array"):
+    with pytest.raises(ConfigError, match=r"_Silent has no device, and .* address 0x1000; register an array"):
         memory_of(_Silent())
 
 

@@ -284,13 +284,13 @@ def opened_file() -> int:
 @pytest.mark.parametrize(
     ("open_fd", "reason"),
     [
-        (opened_pipe, "is not the memory that its answer names"),
-        (lambda: os.open("/dev/null", os.O_RDWR), "is not the memory that its answer names"),
-        (lambda: os.open("/", os.O_RDONLY), "is not the memory that its answer names"),
-        (opened_file, "is no memory, or memory in huge pages"),
-        (memfd_in_huge_pages, "is no memory, or memory in huge pages"),
-        (lambda: memfd(SIZE, 0), "is no memory of a fixed size"),
-        (lambda: memfd(SIZE, fcntl.F_SEAL_GROW), "is no memory of a fixed size"),
+        (opened_pipe, "is not the memory in its answer"),
+        (lambda: os.open("/dev/null", os.O_RDWR), "is not the memory in its answer"),
+        (lambda: os.open("/", os.O_RDONLY), "is not the memory in its answer"),
+        (opened_file, "is not memory, or is in huge pages"),
+        (memfd_in_huge_pages, "is not memory, or is in huge pages"),
+        (lambda: memfd(SIZE, 0), "is not memory of a fixed size"),
+        (lambda: memfd(SIZE, fcntl.F_SEAL_GROW), "is not memory of a fixed size"),
         (lambda: memfd(SIZE - 1, SEALS), f"has {SIZE - 1} bytes; its answer offers bytes up to {SIZE}"),
         (lambda: half_a_memfd(2 * SIZE), f"has {2 * SIZE} bytes; its answer offers bytes up to {SIZE}"),
         (lambda: memfd(SIZE, SEALS), f"has 0 allocated bytes; its answer offers bytes up to {SIZE}"),
@@ -339,7 +339,7 @@ def test_the_inode_tells_a_descriptor_that_was_used_again(pair: Pair) -> None:
     region = region_of(other.data_ptr(), SIZE)
     assert region is not None
     offer, line = pair.writer_transport.offer(), LivenessPipe()
-    with pytest.raises(ConfigError, match="is not the memory that its answer names"):
+    with pytest.raises(ConfigError, match="is not the memory in its answer"):
         offer.complete(signed_answer(offer, line, fd=region.fd, inode=region.inode + 1))
     offer.close()
     line.end()

@@ -383,7 +383,7 @@ def test_etcd_in_plain_text_needs_what_plain_text_needs(tmp_path: Path) -> None:
         check_plain_text(prefill_config(tmp_path, discovery=away))
     check_plain_text(prefill_config(tmp_path, discovery=away, tls={"insecure": 2}))
     files = {name: tmp_path / name for name in ("cert_file", "key_file", "ca_file")}
-    with pytest.raises(ConfigError, match="which is no loopback address"):
+    with pytest.raises(ConfigError, match="which is not a loopback address"):
         check_plain_text(prefill_config(tmp_path, discovery=away, tls=files))
 
 

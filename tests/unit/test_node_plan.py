@@ -289,7 +289,7 @@ def test_version_1_has_other_names(tmp_path: Path) -> None:
 
 
 def test_a_system_that_does_not_say_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"memory cannot be read from .*none.*must be given"):
+    with pytest.raises(ConfigError, match=r"memory cannot be read from .*none.*set memory.device_memory"):
         host_memory(tmp_path / "none", tmp_path)
     for lines in ("MemTotal: many kB\n", "MemTotal:\n"):
         (tmp_path / "meminfo").write_text(lines)

@@ -242,7 +242,7 @@ def test_pages_that_are_only_promised_can_be_given_back() -> None:
     allocator.give_back("a", 2)
     assert (allocator.reserved("a"), allocator.num_free) == (0, 3)
     for count in (1, -1):
-        with pytest.raises(LocalProtocolError, match=f"'a' gives {count} pages back; it has reserved 0"):
+        with pytest.raises(LocalProtocolError, match=f"'a' gives {count} pages back, but reserved 0"):
             allocator.give_back("a", count)
     allocator.check_invariants()
 

@@ -24,7 +24,7 @@ def test_what_a_list_can_hold(entry: str) -> None:
     ["", " ", "a b", "spiffe://a b", *BAD.split(), "x" * 64 + ".example"],
 )
 def test_what_no_list_can_hold(entry: str) -> None:
-    with pytest.raises(ValueError, match=r"is no name; it must be a DNS name .* or a URI"):
+    with pytest.raises(ValueError, match=r"is not a valid name; it must be a DNS name .* or a URI"):
         checked_entry(entry)
 
 

@@ -23,7 +23,7 @@ LOOKALIKES = "localhost.example 127.0.0.1.example 127.0.0.1.example:1 notlocalho
 def test_not_loopback(address: str) -> None:
     assert not is_loopback(address)
     assert why_not_plain_text("server.host", address, ON_LOOPBACK) == (
-        f"server.host is {address}, which is no loopback address; without TLS it needs --insecure-anywhere (tls.insecure: 2)"
+        f"server.host is {address}, which is not a loopback address; without TLS it needs --insecure-anywhere (tls.insecure: 2)"
     )
     assert why_not_plain_text("server.host", address, ANYWHERE) is None
 

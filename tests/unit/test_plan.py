@@ -362,7 +362,7 @@ def test_what_does_not_fit_names_the_largest_terms_and_the_flags() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({}, "device memory is unknown; it must be given with --device-memory, or what is free with --free-memory"),
+        ({}, "device memory is unknown; set --device-memory, or --free-memory"),
         ({"free_bytes": GIB, "page_size": 0}, "--page-size is 0; it must be at least 1"),
         ({"free_bytes": GIB, "page_size": 1 << 63}, f"--page-size is {1 << 63}; it must be at most {(1 << 63) - 1}"),
         (
@@ -378,7 +378,7 @@ def test_what_does_not_fit_names_the_largest_terms_and_the_flags() -> None:
         ({"device_bytes": 1, "free_bytes": 2}, "--free-memory is 2; it must be at most --device-memory, 1"),
         (
             {"free_bytes": GIB, "dp_size": 2},
-            "--dp is 2; without --dp-attention every replica is a node of its own, it must be 1",
+            "--dp is 2; without --dp-attention it must be 1, because each replica is a separate node",
         ),
         ({"free_bytes": GIB, "dp_size": 2, "has_dp_attention": True, "tp_size": 3}, "--dp is 2; it must divide --tp, 3"),
         ({"free_bytes": GIB, "pp_size": 37}, "--pp is 37; a model of 36 layers has at most as many stages"),
@@ -390,7 +390,7 @@ def test_what_does_not_fit_names_the_largest_terms_and_the_flags() -> None:
         ),
         (
             {"free_bytes": GIB, "model": replace(model("qwen3-8b"), dtype=None)},
-            "config.json does not say what the model is stored in; give --dtype, one of float32, bfloat16, float16",
+            "config.json does not contain the dtype of the weights; set --dtype to one of float32, bfloat16, float16",
         ),
         (
             {"free_bytes": GIB, "max_seq_len": 0, "names": {"--max-seq-len": "limits.longest"}},

@@ -83,8 +83,7 @@ class OffloadConfig(HostMemoryConfig):
     def _check_together(self) -> Self:
         if self.device_window is not None and not self.is_on:
             raise ValueError(
-                f"device_window is {self.device_window}, and there is no host memory to move older tokens to; "
-                "set host_ratio or host_memory"
+                f"device_window is {self.device_window}, which needs host memory for older tokens; set host_ratio or host_memory"
             )
         if self.low_water > self.high_water:
             raise ValueError(f"low_water is {self.low_water}; it must not be above high_water, {self.high_water}")

@@ -372,7 +372,7 @@ class IncomingTransfers(Generic[PromptT]):
         peer = peer.other or peer
         assert peer.instance is not None, "it is joined"
         if prompt.engine_request and prompt.life not in (0, peer.instance.incarnation):
-            raise TransferAborted(f"prefill node {peer.address} has started again, and what its engine had is gone")
+            raise TransferAborted(f"prefill node {peer.address} restarted and lost the KV of its engine")
         return peer
 
     # Attempts
@@ -769,7 +769,7 @@ class IncomingTransfers(Generic[PromptT]):
         ):
             raise TransportClosed(f"request {request_id} does not wait here for room")
         if prefill_incarnation != attempt.incarnation:
-            raise TransportClosed(f"request {request_id} was given to another life of the prefill node")
+            raise TransportClosed(f"request {request_id} was given to an earlier process of the prefill node")
         attempt.has_asked = True
         if not await self._take_room(attempt, plan):
             return None

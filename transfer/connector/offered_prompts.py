@@ -300,7 +300,7 @@ class OfferedPrompts(OutgoingTransfers):
         _check_same_prompt(prompt.token_ids, transfer.token_ids)
         if prompt.cache_salt not in (None, transfer.cache_salt):
             raise ConfigError(
-                f"cache_salt is {transfer.cache_salt!r}; that of the prompt which the prefill side's engine was given is "
+                f"cache_salt is {transfer.cache_salt!r}; that of the prefill side's engine is "
                 f"{prompt.cache_salt!r}: LoRA adapter or revision differ"
             )
         # The decode side may have given the attempt before up, and this side is about to get its end.
@@ -374,7 +374,7 @@ class OfferedPrompts(OutgoingTransfers):
         """Handle the engine's answer to the call that gave it the prompt."""
         attempt = self._attempts.get(transfer)
         if attempt is not None and attempt.prompt is None and transfer.engine_request not in self._offered:
-            error = EngineError("the prompt was computed, but not by this engine, which was never given it (the setting api_url)")
+            error = EngineError("another engine computed the prompt; api_url must be the address of this engine")
             self.fail(transfer, error)
 
     # A prompt
@@ -414,10 +414,6 @@ def _check_same_prompt(ours: tuple[int, ...], theirs: tuple[int, ...]) -> None:
     if ours == theirs:
         return
     if len(ours) != len(theirs):
-        raise ConfigError(
-            f"token_ids has {len(theirs)} tokens; the prompt that the prefill side's engine was given has {len(ours)}"
-        )
+        raise ConfigError(f"token_ids has {len(theirs)} tokens; the prompt of the prefill side's engine has {len(ours)}")
     index = next(index for index, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other)
-    raise ConfigError(
-        f"token_ids[{index}] is {theirs[index]}; in the prompt that the prefill side's engine was given it is {ours[index]}"
-    )
+    raise ConfigError(f"token_ids[{index}] is {theirs[index]}; the prompt of the prefill side's engine has {ours[index]}")

@@ -299,7 +299,7 @@ class UnixControlServer(_End):
 
     def allow(self, peer: int, key: bytes = b"") -> None:
         if key:
-            raise LocalProtocolError(f"session {peer:#x} has a key; this server has none of its own")
+            raise LocalProtocolError(f"session {peer:#x} has a key, but this server has none")
         self._allowed.add(checked_peer(peer))
 
     def forget(self, peer: int) -> None:

@@ -145,7 +145,7 @@ class ZmqControlServer:
     ) -> None:
         is_wildcard = bind.startswith(("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"))
         if is_wildcard and advertise_host is None:
-            raise ConfigError(f"control address is {bind}, which nobody can connect to; name the host to advertise")
+            raise ConfigError(f"control address is {bind}, to which no peer can connect; set the host to advertise")
         self._max_payload_bytes = max_payload_bytes
         self._authenticator = ZapAuthenticator(keys=keys, grace_s=REFUSED_AFTER_S)
         self._socket = _socket(self._authenticator.context, zmq.ROUTER, bind, max_payload_bytes=max_payload_bytes)

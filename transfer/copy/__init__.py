@@ -87,7 +87,7 @@ def add_digest(digest: Digest, wire: WireMemory, num_bytes: int, kernels: Kernel
         raise LayoutError(f"num_bytes is {num_bytes}; wire has {wire.numel()}")
     if isinstance(digest, HostDigest):
         if not isinstance(wire, Tensor) or wire.device.type != "cpu":
-            raise LayoutError(f"wire is a {type(wire).__name__} that is not in host memory; a HostDigest takes nothing else")
+            raise LayoutError(f"wire is a {type(wire).__name__} outside host memory; a HostDigest needs host memory")
         digest.update(wire[:num_bytes])
     elif kernels is Kernels.TORCH:
         torch_copy.add_words(digest, wire, num_bytes)

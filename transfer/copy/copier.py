@@ -129,8 +129,8 @@ class CopyPlan(ABC):
         if digest is not None:
             if not self.can_digest:
                 raise LayoutError(
-                    f"digest is given, but the buffers ({self.num_moved_bytes} bytes of a wire of {self.num_wire_bytes}) are not "
-                    f"whole words of {WORD_BYTES} bytes, or not in order and gapless; add_digest over the whole wire instead"
+                    f"digest needs buffers of whole words of {WORD_BYTES} bytes, in order and without gaps; these have "
+                    f"{self.num_moved_bytes} bytes of a wire of {self.num_wire_bytes}; call add_digest over the whole wire"
                 )
             self._check_digest(digest)
 

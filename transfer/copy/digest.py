@@ -108,7 +108,7 @@ class HostDigest:
     def take(self, value: int) -> None:
         """Take in the digest of the whole payload, which a copy has computed. Raise LocalProtocolError after another part."""
         if self._has_parts:
-            raise LocalProtocolError("the digest of a whole payload is given after parts of it")
+            raise LocalProtocolError("the digest of a whole payload was added after parts of it")
         self._has_parts, self._whole = True, value
 
     def value(self) -> int:

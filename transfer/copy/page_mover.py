@@ -127,7 +127,7 @@ class PageMover:
             )
             both = np.intersect1d(sources, targets)
             if len(both):
-                raise LayoutError(f"page {both[0]} of group {group} is both source and target; what it would hold is not defined")
+                raise LayoutError(f"page {both[0]} of group {group} is both source and target")
         return self._run(Direction.COPY, pairs, "target_pages", after)
 
     def _pairs(self, group: int, device_pages: Sequence[int], host_pages: Sequence[int], *, is_save: bool) -> PagePairs:

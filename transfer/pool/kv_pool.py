@@ -256,7 +256,7 @@ class PagedKVPool:
         for layer, pair in zip(self.layers, buffers, strict=True):
             if (pair.v is None) != (self.layout.layers[layer].v_head_dim == 0):
                 raise LayoutError(
-                    f"buffers of layer {layer}: v is {'absent' if pair.v is None else 'given'}; the layout says otherwise"
+                    f"buffers of layer {layer}: v is {'absent' if pair.v is None else 'given'}; it does not match the layout"
                 )
             for name, tensor in (("k", pair.k), ("v", pair.v)):
                 if tensor is None:

@@ -220,7 +220,7 @@ class PageAllocator:
         """Release `count` of the owner's reserved pages."""
         holding = self._holding(owner)
         if not 0 <= count <= holding.reserved:
-            raise LocalProtocolError(f"owner {owner!r} gives {count} pages back; it has reserved {holding.reserved}")
+            raise LocalProtocolError(f"owner {owner!r} gives {count} pages back, but reserved {holding.reserved}")
         holding.reserved -= count
         self._num_reserved -= count
 

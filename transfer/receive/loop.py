@@ -216,7 +216,7 @@ class ReceiverLoop:
             LocalProtocolError: `watch_sessions` was not called, so writers would never learn of free bytes.
         """
         if self._publish is None:
-            raise LocalProtocolError("a session is opened before watch_sessions() has set who publishes the watermark")
+            raise LocalProtocolError("a session is opened before watch_sessions() was called")
         self._sessions[number] = session
         self._control.allow(number, control_key)
         opened = protocol.ReceiverSessionOpened(session=number, incarnation=incarnation, is_one_sided=session.is_one_sided)

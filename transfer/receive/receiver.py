@@ -490,7 +490,7 @@ class Receiver:
         elif (piece := route.pieces.get(message.chunk)) is None:
             self._drop(session, "repeated")  # the grant was released meanwhile
         elif piece.stage is ReceiverStage.GRANTED and message.attempt < piece.attempt and piece.receiving.failure is None:
-            self._reject(piece, "said again, because the rejection was not heard")
+            self._reject(piece, "repeated, because the rejection was lost")
         elif piece.stage is not ReceiverStage.GRANTED or piece.ready is not None or message.attempt != piece.attempt:
             self._drop(session, "repeated")  # rule 7: a set, not a count
         elif piece.receiving.failure is None:
@@ -623,7 +623,7 @@ class Receiver:
         route.asked_s = self._now_s
         for piece in waiting:
             if piece.attempt:
-                self._reject(piece, "said again, because nothing came")
+                self._reject(piece, "repeated, because no bytes arrived")
         fresh = [piece for piece in waiting if not piece.attempt]
         if fresh:
             self._issue(route, request.request_id, {piece.chunk.index: piece.grant for piece in fresh})

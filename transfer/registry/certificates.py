@@ -106,7 +106,7 @@ class CertificateFiles:
         mode = stat.S_IMODE(_stat(("tls.key_file", self._key)).st_mode)
         if mode & 0o006:
             raise ConfigError(
-                f"tls.key_file is {self._key}, which everybody on this machine may read or write (mode {mode:03o}); chmod o-rw it"
+                f"tls.key_file is {self._key}, which all users of this machine can read or write (mode {mode:03o}); chmod o-rw it"
             )
         chain, key, authorities = (_read(setting) for setting in self._settings())
         last = self._current
@@ -146,7 +146,7 @@ class CertificateFiles:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=chain.decode("ascii", "backslashreplace"))
         except (ssl.SSLError, ValueError):
-            return f"tls.cert_file is {self._cert}, which holds no PEM certificate"
+            return f"tls.cert_file is {self._cert}, which contains no PEM certificate"
         return f"tls.key_file is {self._key}, which holds no PEM private key without a passphrase"
 
     def _why_untrusted(self, error: ssl.SSLCertVerificationError) -> str:
@@ -198,7 +198,7 @@ def trust(context: ssl.SSLContext, authorities: bytes, what: str) -> None:
     try:
         context.load_verify_locations(cadata=authorities.decode("ascii", "backslashreplace"))
     except (ssl.SSLError, ValueError):
-        raise ConfigError(f"{what}, which holds no PEM certificate") from None
+        raise ConfigError(f"{what}, which contains no PEM certificate") from None
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC has it: an intermediate authority may be trusted by itself
 
 

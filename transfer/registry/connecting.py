@@ -101,7 +101,7 @@ def _looked_up(host: str) -> tuple[str, ...] | Exception:
         infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return tuple(dict.fromkeys(str(address[0]) for *_, address in infos))
     except ValueError as error:  # a label that is too long, or empty; a zero byte
-        return OSError(0, f"its host is no name: {error}")
+        return OSError(0, f"its host is not a valid name: {error}")
     except Exception as error:  # for the callers that wait; the thread goes on with other names
         return error
 

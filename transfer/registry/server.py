@@ -359,7 +359,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
                 raise PeerUnreachable("this rank is closing")
             response = await self._on_attach(attach)
             if response.session_id in self._sessions:
-                raise LocalProtocolError(f"session {response.session_id:#018x} was given out twice")
+                raise LocalProtocolError(f"session {response.session_id:#018x} was assigned twice")
         except BaseException as error:
             del self._writers[writer]
             if isinstance(error, OSError):  # no descriptor or memory left, which is no bug of this process

@@ -182,7 +182,7 @@ def fingerprint_of(key: str) -> str:
         ConfigError: It is no key, so no store may use it as a path.
     """
     if len(key) > MAX_KEY_CHARS or _KEY.fullmatch(key) is None:
-        raise ConfigError(f"store key is {key[:MAX_KEY_CHARS]!r}; it must be one that store_key gives")
+        raise ConfigError(f"store key is {key[:MAX_KEY_CHARS]!r}; it must be a result of store_key")
     return key[:FINGERPRINT_CHARS]
 
 

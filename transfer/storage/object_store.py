@@ -78,7 +78,7 @@ class ObjectStore(PageStore):
         try:
             self._obstore.put(self._store, key, b"".join((header_of(key, page), page)), use_multipart=False)
         except self._missing as error:
-            raise OSError(f"there is no such bucket: {self._text_of(error)}") from error
+            raise OSError(f"the bucket does not exist: {self._text_of(error)}") from error
         return Outcome.OK
 
     def _get(self, key: str, page: memoryview, used_ns: int) -> Outcome:

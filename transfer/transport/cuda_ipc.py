@@ -107,7 +107,7 @@ class CudaIpcTransport(MappedTransport[DeviceBuffer]):
         peer_device = self._cuda.device_with(answered.device)
         if peer_device is not None and not self._cuda.can_access(device, peer_device):
             raise PeerUnreachable(
-                f"device {self._cuda.uuid_of(device)} cannot reach the peer's device {answered.device}: the host gives them no "
+                f"device {self._cuda.uuid_of(device)} cannot reach the peer's device {answered.device}: the host provides no "
                 "peer access (see nvidia-smi topo -p2p w); choose transport: ucx or nixl"
             )
         session = target_of(answered.place.token)  # CUDA opens no handle in the process that made it, and none is needed

@@ -118,7 +118,7 @@ class Cuda:
                 "transport: ucx"
             ) from error
         if self._num_devices == 0:
-            raise ConfigError("transport cuda_ipc needs an NVIDIA GPU, and CUDA_VISIBLE_DEVICES shows none")
+            raise ConfigError("transport cuda_ipc needs an NVIDIA GPU, and CUDA_VISIBLE_DEVICES contains none")
         self._lock = threading.Lock()
         self._contexts: dict[int, Any] = {}
         self._mapped: dict[tuple[int, bytes], tuple[Mapped, int]] = {}
@@ -191,9 +191,9 @@ class Cuda:
         attribute = self.driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         if not self.call("cuPointerGetAttribute", attribute, address):
             raise ConfigError(
-                "the ring's memory cannot be shared over CUDA IPC, because it is not of cudaMalloc: where torch allocates, take "
-                "expandable_segments:True and backend:cudaMallocAsync out of PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF); for "
-                "memory of cuMemCreate choose transport: nixl or ucx"
+                "the ring's memory cannot be shared over CUDA IPC, because cudaMalloc did not allocate it: remove "
+                "expandable_segments:True and backend:cudaMallocAsync from PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF); for "
+                "memory of cuMemCreate, choose transport: nixl or ucx"
             )
         with self.on(device):
             base, _ = self.call("cuMemGetAddressRange", address)

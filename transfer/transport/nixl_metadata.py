@@ -92,14 +92,14 @@ def check_metadata(metadata: bytes, region: Region, *, own: bytes, peer_version:
     except MalformedMetadata:
         if peer_version != own_version:
             raise ConfigError(
-                f"peer has NIXL {peer_version}, this end NIXL {own_version}, whose metadata has a format that is not known here: "
+                f"peer has NIXL {peer_version}, this end NIXL {own_version}, whose metadata has an unknown format: "
                 "install the same NIXL on both ends"
             ) from None
         return
     try:
         found, at = _connection(metadata)
         if (found[1], found[2], found[4]) != (conns, backend, b"MemSection") or found[5] != (1).to_bytes(8, "little"):
-            raise MalformedMetadata("it is not of one connection and one memory")
+            raise MalformedMetadata("it does not describe one connection and one memory")
         memory, at = _walk(metadata, _MEMORY, at)
         numbers = (region.address, region.num_bytes, region.device_index)
         described = b"".join(number.to_bytes(8, "little") for number in numbers)

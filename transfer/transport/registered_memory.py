@@ -142,7 +142,7 @@ def _device_index(buffer: Any, address: int) -> int:
     found = device_of_address(address)
     if found is None:
         raise ConfigError(
-            f"device buffer of type {type(buffer).__name__} does not say which device it lies on, and CUDA's driver does not "
+            f"device buffer of type {type(buffer).__name__} has no device, and CUDA's driver does not "
             f"know its address {address:#x}; register an array with __dlpack_device__ (torch, CuPy)"
         )
     return found

@@ -171,9 +171,9 @@ def _open_file(answered: ShmAnswer) -> int:
     try:
         found = os.fstat(place)
         if not stat.S_ISREG(found.st_mode) or found.st_ino != answered.inode:
-            raise ConfigError(f"{what} is not the memory that its answer names")
+            raise ConfigError(f"{what} is not the memory in its answer")
         if not is_memfd(found):
-            raise ConfigError(f"{what} is no memory, or memory in huge pages")
+            raise ConfigError(f"{what} is not memory, or is in huge pages")
         fd = os.open(f"/proc/self/fd/{place}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # no wait for a lease
     except OSError as error:
         raise PeerUnreachable(f"{what} cannot be opened for writing ({error.strerror})") from error
@@ -193,7 +193,7 @@ def _check_file(fd: int, what: str, wanted_bytes: int) -> None:
     except OSError:  # no file in memory
         seals = 0
     if not seals & fcntl.F_SEAL_SHRINK:  # a store beyond the end of a file kills the process
-        raise ConfigError(f"{what} is no memory of a fixed size")
+        raise ConfigError(f"{what} is not memory of a fixed size")
     found = os.fstat(fd)
     if found.st_size != wanted_bytes:  # `st_blocks` counts the pages of the whole file
         raise ConfigError(f"{what} has {found.st_size} bytes; its answer offers bytes up to {wanted_bytes}")

@@ -234,7 +234,7 @@ class UcxSession(PeerSession[Memory]):
             elif key in self._unexpected:
                 self._fail(f"peer sent key {key} twice before it was expected")
             elif len(self._unexpected) >= _MAX_UNEXPECTED:
-                self._fail(f"peer sent {_MAX_UNEXPECTED} messages that nobody expects")
+                self._fail(f"peer sent {_MAX_UNEXPECTED} unexpected messages")
             else:
                 self._unexpected[key] = found
         return matched

@@ -188,7 +188,7 @@ async def test_invalid_entries_are_refused_counted_and_named_once(shared: EtcdSe
     await client.close()
     said = [line["reason"] for line in lines if line["event"] == "discovered_entry_refused"]
     assert len(said) == 5 and any(f"{prefix}b = " in reason for reason in said)
-    assert any("10.1.2.3:7001, which is no loopback address" in reason for reason in said)
+    assert any("10.1.2.3:7001, which is not a loopback address" in reason for reason in said)
 
 
 async def test_etcd_away_at_the_start_and_later_and_restarted(tmp_path: Path, prefix: str) -> None:

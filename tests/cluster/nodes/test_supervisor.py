@@ -111,7 +111,7 @@ def the_leader_fails_over_a_message(ranks: Ranks, monkeypatch: pytest.MonkeyPatc
         (a_rank_takes_no_broadcast, "a rank does not take messages"),
         (a_rank_takes_no_message, "rank 1 does not take messages"),
         (a_socket_ends_before_its_rank_is_known_to_be_dead, "rank 1 died: killed by signal 9"),
-        (a_message_cannot_be_sent, "a message to the ranks cannot be sent: str is no message of this link"),
+        (a_message_cannot_be_sent, "a message to the ranks cannot be sent: str is not a message of this link"),
         (the_leader_fails_over_a_message, "Echo of rank 1 could not be handled: KeyError('no such request')"),
     ],
     ids=[
