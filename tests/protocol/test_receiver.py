@@ -68,9 +68,11 @@ def test_padding_is_published_for_a_grant_may_wait_for_nothing_else() -> None:
     assert receiver.ring.watermark().released == (cells(2, 3),)
 
 
-def two_writers(*, is_one_sided: bool) -> tuple[ReceiverHand, Callable[..., Grant], Callable[..., list[frozenset[int] | None]]]:
-    """A ring of two pieces and two writers; how a piece is asked for, and how it arrives: whom the watermark then concerns."""
-    receiver = ReceiverHand(prefill_tp=2, ring_cells=2, is_one_sided=is_one_sided)
+def two_writers(
+    *, is_one_sided: bool, ring_cells: int = 2
+) -> tuple[ReceiverHand, Callable[..., Grant], Callable[..., list[frozenset[int] | None]]]:
+    """A ring of pieces and two writers; how a piece is asked for, and how it arrives: whom the watermark then concerns."""
+    receiver = ReceiverHand(prefill_tp=2, ring_cells=ring_cells, is_one_sided=is_one_sided)
     receiver.expect(num_tokens=12)
     half = WHOLE_CHUNK // 2
 
@@ -118,6 +120,45 @@ def test_a_watermark_without_room_for_every_range_goes_to_all_sessions_at_each_t
     assert arrive(0, first, writer=1) == [None]  # the first one with room for all
     assert not of_type(receiver.tell(rx.Tick()), rx.PublishWatermark)
     assert arrive(1, ask(1, writer=1), writer=1) == [frozenset({1})]
+
+
+def test_between_ticks_a_watermark_without_room_for_every_range_goes_to_those_whom_it_concerns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transfer.receive.receiver.MAX_PUBLISHED_RANGES", 0)
+    receiver, ask, arrive = two_writers(is_one_sided=True, ring_cells=3)
+    ask(0, writer=1)
+    second, third = ask(0, writer=2), ask(1, writer=2)
+    assert arrive(0, second, writer=2) == [frozenset({2})]
+    assert [publish.sessions for publish in of_type(receiver.tell(rx.Tick()), rx.PublishWatermark)] == [None]
+    assert arrive(1, third, writer=2) == [frozenset({2})]
+
+
+def test_a_watermark_names_the_ranges_of_a_grant_that_may_be_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer is told at once (the session is in the news), so the watermark must name what it waits for."""
+    for module in ("ring", "receive.receiver"):
+        monkeypatch.setattr(f"transfer.{module}.MAX_PUBLISHED_RANGES", 2)
+    num_gaps, of_half = 8, WHOLE_CHUNK // 2
+    receiver = ReceiverHand(prefill_tp=2, ring_cells=2 * num_gaps, is_one_sided=True)
+    for name, route in (("frozen", 0), ("alive", 1)):
+        mine = [SessionRoute(route=receiver.routes[route], session=1 + route)]
+        receiver.tell(rx.IncomingExpected(request=incoming(name, mine, num_tokens=4 * (num_gaps + 1))))
+
+    def ask(name: str, chunk: int, *, route: int) -> Grant:
+        actions = receiver.ask(chunk, request_id=name, route=route, session=1 + route, num_bytes=of_half)
+        return receiver.grants_of(actions)[chunk]
+
+    gaps = []
+    for chunk in range(num_gaps):
+        ask("frozen", chunk, route=0)
+        gaps.append(ask("alive", chunk, route=1))
+    for chunk, gap in enumerate(gaps):
+        receiver.ready(chunk, gap, request_id="alive", route=1, session=2, num_bytes=of_half)
+        receiver.scattered(gap)
+    receiver.lose(1, is_over=False)
+    fresh = ask("alive", num_gaps, route=1)
+    assert fresh.begin - gaps[0].begin == receiver.ring.capacity_bytes
+    assert all(gaps[0] in receiver.ring.watermark().released for _ in range(num_gaps))
 
 
 def test_a_watermark_for_all_is_not_taken_to_be_known_where_no_request_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,6 +229,27 @@ def test_half_of_a_watermark_is_left_for_the_turns_of_other_ranges(monkeypatch: 
     assert {grants[1], grants[3]} <= {grant for released in heard for grant in released}
 
 
+def test_a_grant_needs_the_range_of_each_lap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.ring.MAX_PUBLISHED_RANGES", 4)
+    ring = ring_of(2)
+    grants = [ring.assign(CELL) for _ in range(12)]
+    for grant in grants[9:0:-2]:
+        ring.release(grant)
+    ring.name_next(grants[11])
+    assert all({grants[9], grants[7]} <= set(ring.watermark().released) for _ in range(9))
+
+
+def test_a_range_that_is_named_again_is_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.ring.MAX_PUBLISHED_RANGES", 4)
+    ring = ring_of(4)
+    grants = [ring.assign(CELL) for _ in range(16)]
+    for number in (11, 9, 1, 3):
+        ring.release(grants[number])
+    ring.name_next(grants[5])  # on the bytes of grant 1
+    ring.release(grants[7])
+    assert all({grants[1], grants[7]} <= set(ring.watermark().released) for _ in range(9))
+
+
 @pytest.mark.parametrize("num_ranges", [MAX_PUBLISHED_RANGES + 1, 5 * MAX_PUBLISHED_RANGES])
 @pytest.mark.parametrize("stride", [2, 5])
 def test_a_stream_that_skips_watermarks_hears_of_every_range(num_ranges: int, stride: int) -> None:
