@@ -8,9 +8,10 @@
   reconnects must wait until the server has detected the end of the old connection. `RECONNECT_MS` is longer than both ends need
   to detect it. A restarted process has another session id, and so is another peer.
 - ROUTER_MANDATORY is on: a send to a missing peer returns an error.
-- Clients send heartbeats, the server does not. A heartbeat carries the time after which the server closes a silent connection. So
-  from the first heartbeat on, both ends detect a frozen or unreachable other end. This only allows the same client's next
-  connection. Only the gRPC stream ends a session (see docs/protocol.md).
+- Both ends send heartbeats, so both detect a frozen or unreachable other end. This only allows the same client's next connection.
+  Only the gRPC stream ends a session (see docs/protocol.md). A client's heartbeat also carries the time after which the server
+  closes a silent connection. That alone does not suffice: each later message cancels the limit until the next heartbeat, so a
+  server whose peer vanished after a message would keep the connection, and ignore the next one, for ever.
 - The send queue is bounded, and the receive queue is not. libzmq stops reading a connection whose receive queue is full. If that
   connection then breaks, the next heartbeat, or a PING among the bytes read before, fails an assertion that aborts this process
   (libzmq 4.3.5, stream_engine_base.cpp:310). An honest peer cannot fill the queue, because the protocol bounds its messages in
@@ -53,6 +54,9 @@ from transfer.errors import ConfigError, PeerUnreachable, TransportClosed, Trans
 
 HEARTBEAT_INTERVAL_MS: Final = 200
 HEARTBEAT_TIMEOUT_MS: Final = 600
+SERVER_HEARTBEAT_MS: Final = 600
+"""A server has many connections. With the timeout, it is still shorter than a client's timeout and `RECONNECT_MS`."""
+
 RECONNECT_MS: Final = 1000
 HANDSHAKE_MS: Final = 5000
 REFUSED_AFTER_S: Final = HANDSHAKE_MS / 1000 + 1.0
@@ -157,6 +161,8 @@ class ZmqControlServer:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         self._socket.setsockopt(zmq.BACKLOG, _ACCEPT_BACKLOG)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, SERVER_HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:

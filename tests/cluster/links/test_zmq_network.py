@@ -126,6 +126,28 @@ def test_a_session_survives_a_silent_network(server: ZmqControlServer, ears: Ear
     proxy.close()
 
 
+def test_a_server_notices_silence_right_after_a_payload(server: ZmqControlServer, ears: Ears) -> None:
+    """A payload cancels the time limit of the client's last heartbeat, so the server needs heartbeats of its own.
+
+    Otherwise it keeps the dead connection, and ignores the client's next one, which has the same id, for ever.
+    """
+    proxy = Proxy(port_of(server))
+    client = open_client(proxy.address)
+    wait_for(ears, server, client, b"one")
+    time.sleep(5 * HEARTBEAT_INTERVAL_MS / 1000)
+    wait_for(ears, server, client, b"two")
+    proxy.is_silent = True
+    begin = time.monotonic()
+    while server.send(7, b"?"):
+        assert time.monotonic() - begin < DEADLINE_S, "a silent peer was not noticed"
+        time.sleep(0.05)
+    proxy.cut()
+    proxy.is_silent = False
+    wait_for(ears, server, client, b"three")
+    client.close()
+    proxy.close()
+
+
 def test_a_payload_above_the_limit_cuts_the_sender_off(server: ZmqControlServer, ears: Ears) -> None:
     with odd_peer(server.address) as odd:
         odd.send(bytes(MAX_PAYLOAD_BYTES + 1))
