@@ -1,5 +1,7 @@
 """Send messages between a leader and its rank processes, over a socket file in a folder that only this user can enter.
 
+The ranks of an engine that spans hosts use a channel with keys over TCP instead; see `node_runtime.rank_port_service`.
+
 Both ends are of one build, so the messages are frozen dataclasses, named by their class and checked on arrival.
 
 Some engines run the leader and a rank in one process, for example vLLM with TP 1. After `LeaderLink.bypass_socket`, both ends
@@ -22,7 +24,7 @@ from typing import Any
 import msgpack
 from pydantic import TypeAdapter, ValidationError
 
-from transfer.control.base import Received
+from transfer.control.base import ControlClient, ControlServer, Received
 from transfer.control.unix_channel import SCHEME, UnixControlClient, UnixControlServer, private_folder
 from transfer.errors import LocalProtocolError, TransferError
 from transfer.loop_turns import turns_of
@@ -82,7 +84,7 @@ class RankAddress:
     """Where a rank process finds its leader.
 
     Args:
-        endpoint: ``unix://`` address of the leader's socket.
+        endpoint: Address of the leader's socket, ``unix://PATH`` or ``tcp://HOST:PORT``.
         token: Session id of the rank on this socket; known to leader and rank only.
     """
 
@@ -98,7 +100,11 @@ class RankAddress:
 def new_addresses(folder: Path, num_ranks: int) -> list[RankAddress]:
     """Return addresses for ranks that the leader starts, with a new socket in a private folder."""
     endpoint = f"{SCHEME}{folder / secrets.token_hex(4)}"
-    return [RankAddress(endpoint=endpoint, token=secrets.randbits(62) + 1) for _ in range(num_ranks)]
+    return [RankAddress(endpoint=endpoint, token=_new_token()) for _ in range(num_ranks)]
+
+
+def _new_token() -> int:
+    return secrets.randbits(62) + 1
 
 
 def rank_socket_address(instance: str, rank: int) -> RankAddress:
@@ -150,16 +156,20 @@ class LeaderLink:
     Args:
         addresses: Address of each rank, with one endpoint in common.
         codec: Messages of both directions.
+        server: Carries the messages of ranks that `admit` has admitted, and loses none. None means the socket file of the
+            addresses, to which every process of this user is admitted.
     """
 
-    def __init__(self, addresses: Sequence[RankAddress], codec: RankCodec) -> None:
-        self.addresses = addresses
+    def __init__(self, addresses: Sequence[RankAddress], codec: RankCodec, *, server: ControlServer | None = None) -> None:
+        self.addresses = list(addresses)
         self._codec = codec
         self._tokens = [address.token for address in addresses]
         self._ranks = {token: rank for rank, token in enumerate(self._tokens)}
-        self._server = UnixControlServer(addresses[0].endpoint, max_payload_bytes=MAX_PAYLOAD_BYTES)
-        for token in self._tokens:
-            self._server.allow(token)
+        if server is None:
+            server = UnixControlServer(addresses[0].endpoint, max_payload_bytes=MAX_PAYLOAD_BYTES)
+            for token in self._tokens:
+                server.allow(token)
+        self._server = server
         self._local_ranks: dict[int, RankLink] = {}  # ends of ranks in this process
         self.inbox: Inbox | None = None
 
@@ -172,6 +182,16 @@ class LeaderLink:
             inbox.take(self._codec.decode(received.payload), self._ranks[received.peer], begun_s=begun_s)
 
         self._server.watch(loop, on_received)
+
+    def admit(self, rank: int, key: bytes) -> RankAddress:
+        """Return a new address for the process of a rank that has the key. An earlier address of the rank is over."""
+        self._server.forget(self._tokens[rank])
+        del self._ranks[self._tokens[rank]]
+        self.addresses[rank] = RankAddress(endpoint=self._server.address, token=_new_token())
+        token = self._tokens[rank] = self.addresses[rank].token
+        self._ranks[token] = rank
+        self._server.allow(token, key)
+        return self.addresses[rank]
 
     def bypass_socket(self, rank: int) -> None:
         """Pass messages of both directions without the socket from now on, if the rank's end is watched by the same loop.
@@ -207,12 +227,18 @@ class LeaderLink:
 
 
 class RankLink:
-    """A rank's end."""
+    """A rank's end.
 
-    def __init__(self, address: RankAddress, codec: RankCodec) -> None:
+    Args:
+        client: Carries the messages. None means the socket file of the address.
+    """
+
+    def __init__(self, address: RankAddress, codec: RankCodec, *, client: ControlClient | None = None) -> None:
         self._address = address
         self._codec = codec
-        self._client = UnixControlClient(address.endpoint, session_id=address.token, max_payload_bytes=MAX_PAYLOAD_BYTES)
+        if client is None:
+            client = UnixControlClient(address.endpoint, session_id=address.token, max_payload_bytes=MAX_PAYLOAD_BYTES)
+        self._client = client
         self._local_leader: tuple[Inbox, int] | None = None  # its inbox, and the number of this rank
         self.inbox: Inbox | None = None
 

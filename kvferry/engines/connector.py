@@ -32,8 +32,9 @@ from transfer.connector.messages import (
 )
 from transfer.connector.outgoing_rank import Free, Wanted
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed
+from transfer.errors import ConfigError
 from transfer.layout import KVLayout, Shard
-from transfer.plain_text import check_etcd
+from transfer.plain_text import check_etcd, is_loopback
 from transfer.pool.kv_pool import KVPool
 from transfer.registry.security import Security, security_of_tier
 
@@ -152,9 +153,16 @@ def security_for(config: ConnectorConfig, sides: Sides) -> Security:
     named: list[tuple[str, str | None]] = [
         ("server.host", config.server.host),
         ("server.advertise_host", config.server.advertise_host),
+        ("leader.address", config.leader.address),
         *(("peers.prefill_nodes", address) for address in config.peers.prefill_nodes),
     ]
     check_etcd(config.discovery, config.tls)
+    leader, host = config.leader.address, config.server.advertised_host
+    if leader is not None and is_loopback(host) and not is_loopback(leader):
+        raise ConfigError(
+            f"server.host is {host}, which the other hosts of the engine (leader.address: {leader}) cannot reach; set it, or "
+            "server.advertise_host, to this host's address"
+        )
     return security_of_tier(config.tls, other_tier="decode" if PREFILL in sides else "prefill", named=named)
 
 

@@ -1,7 +1,8 @@
 """kvferry inside an engine that schedules by itself. The engine's processes call it from their own threads.
 
 One process of an instance has the `ConnectorLeader`, each rank's process a `ConnectorRank` (a process may have both). They find
-each other by the instance's name. Only `ConnectorLeader.start`, `ConnectorRank.pause` and `close` wait for the network.
+each other by the instance's name, or by `leader.address` if the engine spans hosts. Only `ConnectorLeader.start`,
+`ConnectorRank.pause` and `close` wait for the network.
 
     rank = ConnectorRank(config, instance="i-1", rank=0, sides=PREFILL, engine=ConnectorEngine(...))  # each rank
     leader = ConnectorLeader(config, instance="i-1", num_ranks=1, sides=PREFILL)                   # one of them
@@ -49,6 +50,7 @@ from kvferry.engines.connector_service import ConnectorNode
 from node_runtime.loop_thread import LoopThread
 from node_runtime.process_setup import raise_open_files
 from node_runtime.rank_link import LeaderLink, rank_socket_address
+from node_runtime.rank_port_service import RankPort, security_among_hosts
 from node_runtime.supervisor import check_alike
 from transfer.config import ConnectorConfig
 from transfer.connector.bound_prompts import PromptState, PromptView
@@ -91,14 +93,15 @@ class ConnectorLeader:
         self._sides = sides
         self._compute = compute
         self._security = security_for(config, sides)
-        self._addresses = [rank_socket_address(instance, rank) for rank in range(num_ranks)]
-        self._lock = _locked(f"{self._addresses[0].path}.lock", instance)
+        self._instance = instance
+        self._lock = _locked(f"{rank_socket_address(instance, 0).path}.lock", instance)
         self._incarnation = secrets.randbits(63) + 1
         self._reports: dict[Sides, dict[int, RankReport]] = {PREFILL: {}, DECODE: {}}
         self._hellos: dict[int, RankReady] = {}
         self._wanted: set[str] = set()  # prompts that the loop may not know yet
         self._all_there: asyncio.Future[None]
         self._link: LeaderLink | None = None
+        self._port: RankPort | None = None
         self._node: ConnectorNode | None = None
         self._is_closed = False
         self._broken = ""
@@ -266,14 +269,23 @@ class ConnectorLeader:
         raise_open_files()
         loop = self._thread.loop
         self._all_there = loop.create_future()
-        link = self._link = LeaderLink(self._addresses, CODEC)
+        link = self._link = self._open_link()
         link.watch(loop, self._on_message)
+        if self._port is not None:
+            await self._open_port(self._port)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._all_there
         except TimeoutError:
             absent = sorted(set(range(self._num_ranks)) - self._hellos.keys())
-            raise ConfigError(f"ranks {absent} of the engine have not come within {timeout_s:g} s") from None
+            reason = f"ranks {absent} of the engine have not come within {timeout_s:g} s"
+            leader = self._config.leader.address
+            advice = (
+                "if they are on other hosts, set leader.address on all hosts"
+                if leader is None
+                else f"leader.address is {leader}; their logs have the reason"
+            )
+            raise ConfigError(f"{reason}: {advice}") from None
         hellos = tuple(self._hellos[rank] for rank in range(self._num_ranks))
         check_alike(hellos)
         node = self._node = ConnectorNode(
@@ -290,6 +302,33 @@ class ConnectorLeader:
         self.http_address = host_port(self._config.server.advertised_host, node.http_port)
         loop.turns.start_counting()
         log.info("kvferry_ready", address=self.address, http=self.http_address, ranks=len(hellos))
+
+    def _open_link(self) -> LeaderLink:
+        if self._config.leader.address is None:
+            return LeaderLink([rank_socket_address(self._instance, rank) for rank in range(self._num_ranks)], CODEC)
+        self._port = RankPort(
+            instance=self._instance,
+            num_ranks=self._num_ranks,
+            codec=CODEC,
+            server=self._config.server,
+            why_not=self._why_not_admitted,
+            on_misfit=self._on_misfit,
+        )
+        return self._port.link
+
+    async def _open_port(self, port: RankPort) -> None:
+        """Let the ranks of all hosts come."""
+        leader = self._config.leader
+        assert leader.address is not None, "it is the address of the port"
+        await port.open(int(leader.address.rpartition(":")[2]), security_among_hosts(self._security, leader.peer_names))
+        log.info("ranks_awaited", address=leader.address, ranks=self._num_ranks)
+
+    def _why_not_admitted(self, rank: int) -> str:
+        return f"rank {rank} is there already; start the whole engine again" if rank in self._hellos else ""
+
+    def _on_misfit(self, reason: str) -> None:
+        if not self._all_there.done():
+            self._all_there.set_exception(ConfigError(reason))
 
     def _reports_of(self, side: Sides) -> Sequence[RankReport]:
         reports = self._reports[side]
@@ -320,8 +359,7 @@ class ConnectorLeader:
                 if len(self._hellos) == self._num_ranks and not self._all_there.done():
                     self._all_there.set_result(None)
             case RankStartFailed():
-                if not self._all_there.done():
-                    self._all_there.set_exception(ConfigError(f"rank {rank} cannot start: {message.reason}"))
+                self._on_misfit(f"rank {rank} cannot start: {message.reason}")
             case SideReport():
                 self._reports[Sides(message.side)][rank] = message.report
             case _ if self._node is None:  # about an unknown peer, because no peer has joined yet
@@ -342,6 +380,8 @@ class ConnectorLeader:
                 await self._node.close()
         finally:
             self._close_link()
+            if self._port is not None:
+                await self._port.close()
 
 
 def _locked(path: str, instance: str) -> IO[str]:

@@ -29,6 +29,7 @@ from node_runtime.process_setup import raise_open_files
 from node_runtime.rank_engine import device_bytes
 from node_runtime.rank_link import RankLink, rank_socket_address
 from node_runtime.rank_messages import RankLogLevel
+from node_runtime.rank_port_service import meet_leader, security_among_hosts
 from node_runtime.rank_setup import open_tracer, open_transport, own_instance
 from planner.device_defaults import with_gpu_chunks
 from planner.memory_advice import Phase, advice_for
@@ -38,8 +39,9 @@ from transfer.connector.outgoing_rank import OfferedPages, TransferEvent
 from transfer.connector.rank_report import RankReady, RankReport, RankStartFailed, process_figures
 from transfer.copy.kernel_choice import Kernels, choose_kernels
 from transfer.engine_types import DeviceEvent
-from transfer.errors import LocalProtocolError, TransferError
+from transfer.errors import LocalProtocolError, PeerUnreachable, TransferError, TransportTimeout
 from transfer.instance import Instance
+from transfer.log_rate_limiter import LogRateLimiter
 from transfer.logs import configure_engine_logging, set_log_level
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
@@ -52,6 +54,8 @@ from transfer.send.loop import SenderLoop
 from transfer.sizes import finest_chunk_plan, ring_capacity_bytes, staging_slot_bytes
 from transfer.tracing import Tracer
 
+LEADER_LATE_S: Final = 20.0
+"""Time after which a rank logs why it has not met its leader yet."""
 MIN_LAYER_GROUPS: Final = 4
 """Minimum number of layer groups of a chunk, if the engine reports layers. All but the last can be sent within the step."""
 PAUSE_TIMEOUT_S: Final = 10.0
@@ -78,6 +82,7 @@ class ConnectorRank:
         self._sides = sides
         self._engine = engine
         self._security = security_for(config, sides)
+        self._instance = instance
         self._news: deque[TransferEvent | Settled] = deque()
         self._outgoing: OfferedPages | None = None
         self._incoming: BoundPages | None = None
@@ -89,7 +94,7 @@ class ConnectorRank:
         self._serving: asyncio.Task[None] | None = None
         self._is_closed = False
         self._thread = LoopThread.shared()
-        self._thread.call(self._begin, instance)
+        self._thread.call(self._begin)
 
     # Called by the engine
 
@@ -199,13 +204,11 @@ class ConnectorRank:
 
     # On the loop
 
-    def _begin(self, instance: str) -> None:
+    def _begin(self) -> None:
         raise_open_files()
         loop = self._thread.loop
         self._life = loop.create_future()
-        link = self._link = RankLink(rank_socket_address(instance, self._rank), CODEC)
-        link.watch(loop, self._on_message)
-        self._serving = loop.create_task(self._serve(link))
+        self._serving = loop.create_task(self._serve())
         self._serving.add_done_callback(self._on_serving_over)
 
     def _send(self, message: object) -> None:
@@ -217,7 +220,29 @@ class ConnectorRank:
         if link is not None:
             link.close()
 
-    async def _serve(self, link: RankLink) -> None:
+    async def _find_leader(self) -> RankLink:
+        """Return the link to the leader, which may start later."""
+        leader = self._config.leader
+        if leader.address is None:
+            return RankLink(rank_socket_address(self._instance, self._rank), CODEC)
+        security = security_among_hosts(self._security, leader.peer_names)
+        reasons, began_s = LogRateLimiter(), self._thread.loop.time()
+        while True:
+            try:
+                return await meet_leader(leader.address, security=security, instance=self._instance, rank=self._rank, codec=CODEC)
+            except (PeerUnreachable, TransportTimeout) as error:
+                # vLLM starts its scheduler, and so the leader, after the ranks.
+                if self._thread.loop.time() - began_s >= LEADER_LATE_S and reasons.is_due(str(error)):
+                    log.warning("leader_not_met", rank=self._rank, address=leader.address, reason=str(error))
+            await asyncio.sleep(SIGN_OF_LIFE_S)
+
+    async def _serve(self) -> None:
+        try:
+            link = self._link = await self._find_leader()
+        except TransferError as error:
+            log.error("rank_start_failed", rank=self._rank, error=str(error))
+            return
+        link.watch(self._thread.loop, self._on_message)
         while not self._life.done():  # a message to the leader of an earlier life of that name does not reach this one
             link.send(RankWaiting(rank=self._rank))
             await asyncio.wait({self._life}, timeout=SIGN_OF_LIFE_S)

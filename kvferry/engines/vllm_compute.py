@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import aiohttp
@@ -28,11 +30,12 @@ class ComputeByApi:
     Args:
         url: URL of the OpenAI API, without a path.
         api_key: None means that the API needs no key.
+        headers: Further headers of each request.
     """
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None, *, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         self._url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = dict(headers) | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._model = ""
 
     async def __call__(self, transfer: Transfer) -> None:

@@ -30,7 +30,7 @@ from kvferry.engines.vllm_adapters import VllmAdapters
 from kvferry.engines.vllm_compute import ComputeByApi
 from kvferry.engines.vllm_facts import model_fields, read_facts
 from kvferry.engines.vllm_layout import VllmLayout, describe
-from kvferry.engines.vllm_settings import check_version, sides_of, vllm_settings
+from kvferry.engines.vllm_settings import api_headers, check_version, settings_of_replica, sides_of, vllm_settings
 from kvferry.engines.vllm_sides import SchedulerSide, StepMessage, WorkerSide
 from kvferry.engines.vllm_windows import WindowBlocks
 
@@ -57,8 +57,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
-        self._config = vllm_settings(transfer.kv_connector_extra_config, device=_device_type())
-        check_version(vllm.__version__, allow_untested=self._config.allow_untested_vllm)
+        config = vllm_settings(transfer.kv_connector_extra_config, device=_device_type())
+        check_version(vllm.__version__, allow_untested=config.allow_untested_vllm)
+        parallel = vllm_config.parallel_config
+        self._config = settings_of_replica(config, parallel)
         self._sides = sides_of(transfer.kv_role)
         self._instance = f"vllm-{transfer.engine_id}"
         self._leader: ConnectorLeader | None = None
@@ -67,10 +69,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide
         if role == KVConnectorRole.SCHEDULER:
             layout = self._described()
-            parallel = vllm_config.parallel_config
             compute = None
             if self._config.api_url is not None:
-                compute = ComputeByApi(self._config.api_url, self._config.api_key)
+                compute = ComputeByApi(self._config.api_url, self._config.api_key, headers=api_headers(parallel))
             self._leader = ConnectorLeader(
                 self._config,
                 instance=self._instance,

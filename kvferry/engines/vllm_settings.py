@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from pydantic import Field
 
@@ -84,6 +84,32 @@ def vllm_settings(extra_config: Mapping[str, object], *, device: str) -> VllmCon
         environment={name: value for name, value in os.environ.items() if not name.startswith(_STORE_VARIABLES)},
         flags={"device": device},
     )
+
+
+def settings_of_replica(config: VllmConfig, parallel: Any) -> VllmConfig:
+    """Return the settings of one data-parallel rank, which has a leader and ports of its own.
+
+    Args:
+        parallel: vLLM's ``ParallelConfig`` in a process of the rank.
+
+    Raises:
+        ConfigError: Ports of two ranks would collide, or the rank spans hosts and has no `leader.address`.
+    """
+    index = int(parallel.data_parallel_index)  # vLLM counts a rank of a dense model as the only one, but keeps its index
+    if parallel.nnodes_within_dp > 1 and config.leader.address is None:
+        raise ConfigError(
+            f"this engine spans {parallel.nnodes_within_dp} hosts (--nnodes), and leader.address is missing in "
+            "kv_connector_extra_config; it must be HOST:PORT of the host with its --node-rank 0, the same on all of its hosts"
+        )
+    return config.for_replica(index, max(int(parallel.data_parallel_size), index + 1))
+
+
+def api_headers(parallel: Any) -> dict[str, str]:
+    """Return the headers by which a request to vLLM's API reaches this data-parallel rank."""
+    local = parallel.data_parallel_rank_local
+    if local is None:
+        return {}
+    return {"X-data-parallel-rank": str(local if parallel.local_engines_only else parallel.data_parallel_index)}
 
 
 def store_settings(extra_config: Mapping[str, object]) -> VllmStoreConfig:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvferry.engines.connector import DECODE, PREFILL
 from kvferry.engines.sglang_settings import CONFIG_FILE, sglang_settings
-from kvferry.engines.vllm_settings import check_version, sides_of, store_settings, vllm_settings
+from kvferry.engines.vllm_settings import (
+    api_headers,
+    check_version,
+    settings_of_replica,
+    sides_of,
+    store_settings,
+    vllm_settings,
+)
 from transfer.config import ConnectorConfig
 from transfer.errors import ConfigError
 
@@ -51,6 +59,40 @@ def test_roles(role: str, sides: object) -> None:
 def test_a_role_that_is_none(role: str | None) -> None:
     with pytest.raises(ConfigError, match="it must be one of kv_producer, kv_consumer, kv_both"):
         sides_of(role)
+
+
+def parallel(index: int = 0, *, size: int = 1, local: int | None = None, own_balancer: bool = False, hosts: int = 1) -> object:
+    """vLLM's ParallelConfig in a process of one data-parallel rank."""
+    return SimpleNamespace(
+        data_parallel_index=index,
+        data_parallel_size=size,
+        data_parallel_rank_local=local,
+        local_engines_only=own_balancer,
+        nnodes_within_dp=hosts,
+    )
+
+
+def test_each_data_parallel_rank_of_vllm_has_its_ports() -> None:
+    config = vllm_settings({"server.port": 7100, "server.http_port": 7180}, device="cpu")
+    assert settings_of_replica(config, parallel()) == config
+    dense = settings_of_replica(config, parallel(3, size=1))  # vLLM sets the size of a dense model's rank to 1
+    assert (dense.server.port, dense.server.http_port) == (7103, 7183)
+    with pytest.raises(ConfigError, match="128 data-parallel replicas have as many ports"):
+        settings_of_replica(config, parallel(0, size=128))
+
+
+def test_an_engine_on_several_hosts_needs_the_address_of_its_leader() -> None:
+    with pytest.raises(ConfigError, match=r"spans 2 hosts \(--nnodes\), and leader\.address is missing"):
+        settings_of_replica(vllm_settings({}, device="cpu"), parallel(hosts=2))
+    config = vllm_settings({"leader.address": "10.0.0.1:7300"}, device="cpu")
+    assert settings_of_replica(config, parallel(1, size=2, hosts=2)).leader.address == "10.0.0.1:7301"
+
+
+def test_requests_to_vllms_own_api_reach_this_rank() -> None:
+    """The header counts all ranks behind vLLM's internal load balancing, otherwise those of this API server."""
+    assert api_headers(parallel()) == {}
+    assert api_headers(parallel(5, size=8, local=1)) == {"X-data-parallel-rank": "5"}
+    assert api_headers(parallel(5, size=8, local=1, own_balancer=True)) == {"X-data-parallel-rank": "1"}
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev3+g123", "0.33.0", "0.33.5rc1"])

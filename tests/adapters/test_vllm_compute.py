@@ -34,7 +34,7 @@ async def api() -> AsyncIterator[VllmServer]:
 
 async def test_the_question(api: VllmServer) -> None:
     """Nothing of how the first token is chosen is left to the defaults of the model's directory."""
-    await ComputeByApi(api.url + "/", "secret")(transfer())
+    await ComputeByApi(api.url + "/", "secret", headers={"X-data-parallel-rank": "1"})(transfer())
     params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t-1"}
     assert api.requests == [
         {
@@ -50,7 +50,7 @@ async def test_the_question(api: VllmServer) -> None:
             "kv_transfer_params": params,
         }
     ]
-    assert [headers["Authorization"] for headers in api.headers] == ["Bearer secret"]
+    assert [(one["Authorization"], one["X-data-parallel-rank"]) for one in api.headers] == [("Bearer secret", "1")]
 
 
 async def test_a_salt_is_told_and_an_empty_one_is_none(api: VllmServer) -> None:

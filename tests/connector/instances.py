@@ -56,9 +56,12 @@ class Limits(ConnectorLimitsConfig, frozen=False):
 
 
 class Instance:
-    """All ranks of one instance, and its leader.
+    """All ranks of one instance and its leader, or those of one host.
 
     Args:
+        shard: Of all ranks; None: `tp_size` ranks.
+        ranks: Those that are here; None: all.
+        has_leader: Whether the leader is here.
         settings: Of `ConnectorConfig`, by path.
         model: Told to the other side as a field of the model.
         pool_of: Makes a rank's pool; None: in host memory.
@@ -71,6 +74,9 @@ class Instance:
         *,
         tp_size: int = 1,
         page_size: int = 16,
+        shard: Shard | None = None,
+        ranks: Sequence[int] | None = None,
+        has_leader: bool = True,
         settings: dict[str, Any] | None = None,
         model: str = "numbers",
         name: str | None = None,
@@ -84,9 +90,10 @@ class Instance:
         self.limits = Limits(**dict(config.limits))
         config = config.model_copy(update={"limits": self.limits})
         name = name or f"test-{secrets.token_hex(8)}"
-        shard = Shard(tp_size=tp_size, page_size=page_size)
+        shard = shard or Shard(tp_size=tp_size, page_size=page_size)
         pool_of = pool_of or (lambda one: KVPool(layout=LAYOUT, shard=one, num_pages=PAGES))
-        self.pools = [pool_of(shard.at(rank)) for rank in range(tp_size)]
+        ranks = range(shard.num_ranks) if ranks is None else ranks
+        self.pools = [pool_of(shard.at(rank)) for rank in ranks]
         self.ranks = [
             ConnectorRank(
                 config,
@@ -102,15 +109,17 @@ class Instance:
                     vocab_size=1000,
                 ),
             )
-            for rank, pool in enumerate(self.pools)
+            for rank, pool in zip(ranks, self.pools, strict=True)
         ]
+        self.news: list[list[Any]] = [[] for _ in self.ranks]
+        if not has_leader:
+            return
         try:
-            self.leader = ConnectorLeader(config, instance=name, num_ranks=tp_size, sides=sides, compute=compute)
+            self.leader = ConnectorLeader(config, instance=name, num_ranks=shard.num_ranks, sides=sides, compute=compute)
         except BaseException:
             for rank in self.ranks:
                 rank.close()
             raise
-        self.news: list[list[Any]] = [[] for _ in self.ranks]
         try:
             self.leader.start()
         except BaseException:
@@ -125,7 +134,7 @@ class Instance:
     # Of a source
 
     def compute(self, name: str, pages: Sequence[int], prompt: Sequence[int], begin: int, end: int) -> None:
-        """Write the KV of these tokens into every rank's pool, and say so."""
+        """Write the KV of these tokens into the pool of every rank here, and say so."""
         for rank, pool in zip(self.ranks, self.pools, strict=True):
             write(pool, pages, prompt, begin, end)
             rank.progress(name, [list(pages)], end)
@@ -179,7 +188,7 @@ class Instance:
         slots = slots_of(pages, range(begin, len(prompt)), self.page_size)
         for pool in self.pools:
             heads = pool.shard.heads(HEADS)
-            for layer in layers:
+            for layer in set(layers) & set(layers_of(pool)):
                 found = (one.cpu() for one in pool.read(layer, slots.to(pool.device)))
                 wanted = (one[begin:, heads.begin : heads.end] for one in kv_of(prompt, layer))
                 if not all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True)):
@@ -255,9 +264,15 @@ def write(pool: KVPool, pages: Sequence[int], prompt: Sequence[int], begin: int,
     """KV of the prompt's tokens [begin, end), as far as the rank has it; on a GPU it is queued on the current stream."""
     slots = slots_of(pages, range(begin, end), pool.page_size).to(pool.device)
     heads = pool.shard.heads(HEADS)
-    for layer in range(LAYERS):
+    for layer in layers_of(pool):
         k, v = (values[begin:end, heads.begin : heads.end].to(pool.device) for values in kv_of(prompt, layer))
         pool.write(layer, slots, k, v)
+
+
+def layers_of(pool: KVPool) -> range:
+    """Layers of the rank's pipeline stage."""
+    layers = pool.shard.layers(pool.layout)
+    return range(layers.begin, layers.end)
 
 
 def slots_of(pages: Sequence[int], tokens: range, page_size: int) -> Tensor:

@@ -22,8 +22,11 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+import transfer
 from decode_node.node import DecodeNode
 from node_runtime.daemon import Daemon, NodeState
+from node_runtime.rank_link import RankCodec
+from node_runtime.rank_port_service import RankPort
 from prefill_node.node import PrefillNode
 from tests.registry.attaches import attach_request
 from tests.registry.hostile_messages import HUGE_LIST, HUGE_TEXT, Hostile, hostile_messages
@@ -124,6 +127,14 @@ class Nodes:
         self.hub = InprocHub()
         self.offers: list[InprocOffer] = []  # one that is dropped cannot be accepted
         self.rank = self._rank()
+        self.port = RankPort(
+            instance="engine",
+            num_ranks=2,
+            codec=RankCodec(),
+            server=ServerConfig(),
+            why_not=lambda rank: "",
+            on_misfit=lambda reason: None,
+        )
         self.servers: list[RegistryServer] = []
         self.channels: dict[str, grpc.aio.Channel] = {}
 
@@ -191,6 +202,7 @@ class Nodes:
             ("PrefillControl", {"prefill_control": prefill_control}),
             ("DecodeControl", {"decode_control": decode_control}),
             ("NodeControl", {"node_control": node_control}),
+            ("RankControl", {"rank_control": self.port}),
         ):
             self.servers.append(await serve("127.0.0.1", 0, **cast(Any, services)))
             addresses[name] = self.servers[-1].address
@@ -205,6 +217,7 @@ class Nodes:
         for server in self.servers:
             await server.close()
         await self.rank.close("the test is over")
+        await self.port.close()
 
     def _watch_sessions(self, on_closed: Callable[[int, str], None], publish: object) -> None:
         self.on_session_closed = on_closed
@@ -349,6 +362,10 @@ def beat(_: Nodes) -> pb.WriterBeat:
     return pb.WriterBeat(session_id=SESSION, link=link, idle_heartbeat_s=0.5, wants_probe_turn=True)
 
 
+def meet(_: Nodes) -> pb.MeetRequest:
+    return pb.MeetRequest(version=transfer.__version__, instance="engine", rank=1, control_key=bytes(range(32)))
+
+
 RPCS = {
     "Join": Rpc(method="PrefillControl.Join", request=join),
     "Prefill": Rpc(method="PrefillControl.Prefill", request=prefill, codes={Code.UNAVAILABLE}, empty={"engine_request"}),
@@ -367,6 +384,7 @@ RPCS = {
     "Watermarks": Rpc(
         method="TransferControl.Watermarks", request=beat, codes={Code.NOT_FOUND, Code.UNAVAILABLE}, needs_session=True
     ),
+    "Meet": Rpc(method="RankControl.Meet", request=meet, codes={Code.UNAVAILABLE}),
     "ListRequests": Rpc(method="NodeControl.ListRequests", request=lambda _: pb.ListRequestsRequest(limit=5)),
     "Abort": Rpc(method="NodeControl.Abort", request=abort),
     "Status": Rpc(method="NodeControl.Status", request=lambda _: pb.StatusRequest()),

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from kvferry.cli.node_client import NodeClient
@@ -18,15 +15,6 @@ from transfer.pb import kvferry_pb2 as pb
 
 PAGE_SIZE = 16
 POOL_TOKENS = 8192
-
-
-@contextmanager
-def free_port() -> Iterator[int]:
-    """A port that nobody else gets meanwhile, for a server that has to be told its own URL before it starts."""
-    with socket.socket() as held:  # bound, not listening, and with SO_REUSEADDR, so that the server can have it
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
 
 
 def launch(nodes: Nodes, role: Role, model: Path, *prefill_nodes: str, **settings: object) -> ClusterNode:

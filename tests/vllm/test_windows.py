@@ -17,11 +17,12 @@ import pytest
 from kvferry.demo.kinds import ModelKind
 from kvferry.demo.model import make_demo_model
 from tests.cluster.open_nodes import open_nodes
+from tests.free_port import free_port
 from tests.samples import sample
 from tests.vllm.answers import MAX_TOKENS, Answer, answer, answers, client
 from tests.vllm.commands import vllm_command, vllm_environment
 from tests.vllm.instances import assert_nothing_is_left, connector, kvferry_metrics, page
-from tests.vllm.our_nodes import all_generated, free_port, launch
+from tests.vllm.our_nodes import all_generated, launch
 from tests.vllm.servers import Server, Servers
 
 

@@ -21,11 +21,12 @@ from kvferry.cli.node_client import NodeClient
 from kvferry.local_cluster.node import ClusterNode
 from tests.cluster.calls import until, until_idle
 from tests.cluster.open_nodes import Nodes, open_nodes
+from tests.free_port import free_port
 from tests.samples import sample
 from tests.vllm.answers import MAX_TOKENS, Answer, answer, client
 from tests.vllm.commands import MAX_MODEL_LEN
 from tests.vllm.instances import assert_nothing_is_left, connector, kvferry_addresses, kvferry_metrics, page
-from tests.vllm.our_nodes import all_generated, free_port, generated, launch
+from tests.vllm.our_nodes import all_generated, generated, launch
 from tests.vllm.servers import Server
 from tests.vllm.test_hand_over import token_bytes
 from transfer.errors import ConfigError

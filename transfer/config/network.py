@@ -162,6 +162,31 @@ class PeersConfig(Section):
         return self
 
 
+class LeaderConfig(Section):
+    """Where the ranks of an engine that spans hosts meet their leader. The settings are the same on all of its hosts."""
+
+    address: HostPort | None = Field(
+        default=None,
+        description=(
+            "host:port on the first of the engine's hosts, where its scheduler runs. null: all ranks are on one host, and meet "
+            "their leader over a Unix socket."
+        ),
+    )
+    peer_names: Annotated[tuple[PeerName, ...], BeforeValidator(listed)] = Field(
+        default=(),
+        description=(
+            "Names (DNS or URI) of the certificates of the engine's own hosts, as tls.peer_names. Needed with leader.address and "
+            "TLS. In the environment: separated by commas."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if self.peer_names and self.address is None:
+            raise ValueError(f"peer_names is {', '.join(self.peer_names)} and address is missing; set both or neither")
+        return self
+
+
 class TlsConfig(Section):
     """Mutual TLS on every gRPC port, see docs/tls.md."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal, Self
 
@@ -17,7 +18,15 @@ from transfer.config.memory import (
     RingConfig,
     StagingConfig,
 )
-from transfer.config.network import DiscoveryConfig, NodeServerConfig, PeersConfig, ServerConfig, TlsConfig, TransportConfig
+from transfer.config.network import (
+    DiscoveryConfig,
+    LeaderConfig,
+    NodeServerConfig,
+    PeersConfig,
+    ServerConfig,
+    TlsConfig,
+    TransportConfig,
+)
 from transfer.config.operation import (
     BreakerConfig,
     DecodeLimitsConfig,
@@ -33,7 +42,8 @@ from transfer.config.operation import (
     TracingConfig,
 )
 from transfer.config.storage import ANSWER_S, HostMemoryConfig, HostSizeConfig, OffloadConfig, StorageConfig
-from transfer.config.values import EMBEDDED_ENGINE, Count, CountOrZero, EngineName, Seconds, Section, listed
+from transfer.config.values import EMBEDDED_ENGINE, MAX_PORT, Count, CountOrZero, EngineName, Seconds, Section, listed
+from transfer.errors import ConfigError
 from transfer.layer_groups import DECODE_STEPS_IN_FLIGHT
 
 PREFIX_TOKENS: Final = 512
@@ -338,6 +348,7 @@ class ConnectorConfig(InstanceConfig):
         default_factory=PlacementConfig, description="Decode: choice of the prefill node for a prompt that names none."
     )
     breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="Decode: circuit breakers of the prefill nodes.")
+    leader: LeaderConfig = Field(default_factory=LeaderConfig, description="Engines that span hosts.")
     join_on_request: bool = Field(
         default=False,
         description=(
@@ -355,6 +366,48 @@ class ConnectorConfig(InstanceConfig):
         if self.transport.name == "inproc":
             raise ValueError("transport.name is inproc, which joins two ends of one process; an engine's ranks need another")
         return self
+
+    @model_validator(mode="after")
+    def _check_names_of_hosts(self) -> Self:
+        if self.leader.address is not None and self.tls.is_set_up and not self.leader.peer_names:
+            raise ValueError(
+                f"leader.address is {self.leader.address} and leader.peer_names is empty; with TLS it must have the names of the "
+                "certificates of the engine's hosts"
+            )
+        return self
+
+    def for_replica(self, index: int, num_replicas: int) -> Self:
+        """Return the settings of one of the data-parallel replicas of an engine, which have these settings in common.
+
+        Each port that is not 0 is higher by the index.
+
+        Raises:
+            ConfigError: Two replicas would have one port, or a port is above 65535.
+        """
+        host, _, port = (self.leader.address or "").rpartition(":")
+        ports = {"server.port": self.server.port, "server.http_port": self.server.http_port, "leader.address": int(port or 0)}
+        _check_ports({name: first for name, first in ports.items() if first}, num_replicas)
+        moved = {name: first + index if first else 0 for name, first in ports.items()}
+        server = self.server.model_copy(update={"port": moved["server.port"], "http_port": moved["server.http_port"]})
+        leader = self.leader if not host else self.leader.model_copy(update={"address": f"{host}:{moved['leader.address']}"})
+        return self.model_copy(update={"server": server, "leader": leader})
+
+
+def _check_ports(first_ports: Mapping[str, int], num_replicas: int) -> None:
+    """Raise ConfigError if ports that begin with these overlap, or are none."""
+    before: tuple[str, int] | None = None
+    for name, port in sorted(first_ports.items(), key=lambda one: one[1]):
+        if port + num_replicas - 1 > MAX_PORT:
+            raise ConfigError(
+                f"{name} is {port}, and {num_replicas} data-parallel replicas need as many ports from it on; it must be at most "
+                f"{MAX_PORT - num_replicas + 1}"
+            )
+        if before is not None and port - before[1] < num_replicas:
+            raise ConfigError(
+                f"{before[0]} is {before[1]} and {name} is {port}; {num_replicas} data-parallel replicas have as many ports from "
+                f"each on, so they must be {num_replicas} or more apart"
+            )
+        before = name, port
 
 
 class StoreConnectorConfig(RootConfig):

@@ -18,6 +18,9 @@ EMBEDDED_ENGINE: Final = "embedded_engine.loading:load_engine"
 """Engine of kvferry: a transformers model over the paged pool."""
 
 
+MAX_PORT: Final = 65_535
+
+
 class Section(BaseModel):
     """Base of all sections. Immutable; rejects unknown settings."""
 
@@ -111,7 +114,7 @@ _SCHEMES: Final = frozenset(
 def checked_host_port(value: str) -> str:
     """Return `value` if it is host:port. Raise ValueError otherwise."""
     host, _, port = value.rpartition(":")
-    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= 65535) or not _is_host(host):
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= MAX_PORT) or not _is_host(host):
         raise ValueError("it must be host:port with a port from 1 to 65535, an IPv6 host in brackets")
     return value
 
@@ -156,7 +159,7 @@ CountOrZero = Annotated[int, BeforeValidator(no_bool), Field(ge=0)]
 Seconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=86_400)]
 SecondsOrZero = Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=86_400)]
 SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
-Port = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=65_535)]
+Port = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=MAX_PORT)]
 Host = Annotated[str, AfterValidator(_host)]
 EngineName = Annotated[str, AfterValidator(_engine_name)]
 HostPort = Annotated[str, AfterValidator(checked_host_port)]

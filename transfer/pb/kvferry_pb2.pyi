@@ -825,3 +825,27 @@ class LinkStatus(_message.Message):
     peer_incarnation: int
     obstacle: str
     def __init__(self, prefill_rank: _Optional[int] = ..., decode_rank: _Optional[int] = ..., lane: _Optional[str] = ..., latency_s: _Optional[float] = ..., bandwidth_bytes_per_s: _Optional[float] = ..., peer_incarnation: _Optional[int] = ..., obstacle: _Optional[str] = ...) -> None: ...
+
+class MeetRequest(_message.Message):
+    __slots__ = ("version", "instance", "rank", "control_key")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_KEY_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    instance: str
+    rank: int
+    control_key: bytes
+    def __init__(self, version: _Optional[str] = ..., instance: _Optional[str] = ..., rank: _Optional[int] = ..., control_key: _Optional[bytes] = ...) -> None: ...
+
+class MeetResponse(_message.Message):
+    __slots__ = ("session_id", "control_address", "control_key", "local_control_address")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_KEY_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    control_address: str
+    control_key: bytes
+    local_control_address: str
+    def __init__(self, session_id: _Optional[int] = ..., control_address: _Optional[str] = ..., control_key: _Optional[bytes] = ..., local_control_address: _Optional[str] = ...) -> None: ...

@@ -1023,6 +1023,86 @@ class DecodeControl(object):
             _registered_method=True)
 
 
+class RankControlStub(object):
+    """Leader of an engine that spans hosts, called by the engine's own ranks, which are of the same version. It has a port of its own.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Meet = channel.unary_unary(
+                '/kvferry.v1.RankControl/Meet',
+                request_serializer=transfer_dot_pb_dot_kvferry__pb2.MeetRequest.SerializeToString,
+                response_deserializer=transfer_dot_pb_dot_kvferry__pb2.MeetResponse.FromString,
+                _registered_method=True)
+
+
+class RankControlServicer(object):
+    """Leader of an engine that spans hosts, called by the engine's own ranks, which are of the same version. It has a port of its own.
+    """
+
+    def Meet(self, request, context):
+        """Open the link of a rank to its leader: exchange the keys of the control channel. If a rank that is not ready calls again, its earlier
+        session is over.
+
+        INVALID_ARGUMENT: another version, or a field is invalid; it is named. UNAVAILABLE: the leader is of another engine, or of another
+        life of it; or this rank is there already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RankControlServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Meet': grpc.unary_unary_rpc_method_handler(
+                    servicer.Meet,
+                    request_deserializer=transfer_dot_pb_dot_kvferry__pb2.MeetRequest.FromString,
+                    response_serializer=transfer_dot_pb_dot_kvferry__pb2.MeetResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvferry.v1.RankControl', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvferry.v1.RankControl', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class RankControl(object):
+    """Leader of an engine that spans hosts, called by the engine's own ranks, which are of the same version. It has a port of its own.
+    """
+
+    @staticmethod
+    def Meet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.RankControl/Meet',
+            transfer_dot_pb_dot_kvferry__pb2.MeetRequest.SerializeToString,
+            transfer_dot_pb_dot_kvferry__pb2.MeetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class TransferControlStub(object):
     """Decode rank, called by prefill ranks.
     """

@@ -671,6 +671,53 @@ class DecodeControlServicer(metaclass=abc.ABCMeta):
 
 def add_DecodeControlServicer_to_server(servicer: DecodeControlServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 
+class RankControlStub:
+    """Leader of an engine that spans hosts, called by the engine's own ranks, which are of the same version. It has a port of its own."""
+
+    def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
+    Meet: grpc.UnaryUnaryMultiCallable[
+        transfer.pb.kvferry_pb2.MeetRequest,
+        transfer.pb.kvferry_pb2.MeetResponse,
+    ]
+    """Open the link of a rank to its leader: exchange the keys of the control channel. If a rank that is not ready calls again, its earlier
+    session is over.
+
+    INVALID_ARGUMENT: another version, or a field is invalid; it is named. UNAVAILABLE: the leader is of another engine, or of another
+    life of it; or this rank is there already.
+    """
+
+class RankControlAsyncStub:
+    """Leader of an engine that spans hosts, called by the engine's own ranks, which are of the same version. It has a port of its own."""
+
+    Meet: grpc.aio.UnaryUnaryMultiCallable[
+        transfer.pb.kvferry_pb2.MeetRequest,
+        transfer.pb.kvferry_pb2.MeetResponse,
+    ]
+    """Open the link of a rank to its leader: exchange the keys of the control channel. If a rank that is not ready calls again, its earlier
+    session is over.
+
+    INVALID_ARGUMENT: another version, or a field is invalid; it is named. UNAVAILABLE: the leader is of another engine, or of another
+    life of it; or this rank is there already.
+    """
+
+class RankControlServicer(metaclass=abc.ABCMeta):
+    """Leader of an engine that spans hosts, called by the engine's own ranks, which are of the same version. It has a port of its own."""
+
+    @abc.abstractmethod
+    def Meet(
+        self,
+        request: transfer.pb.kvferry_pb2.MeetRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[transfer.pb.kvferry_pb2.MeetResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.MeetResponse]]:
+        """Open the link of a rank to its leader: exchange the keys of the control channel. If a rank that is not ready calls again, its earlier
+        session is over.
+
+        INVALID_ARGUMENT: another version, or a field is invalid; it is named. UNAVAILABLE: the leader is of another engine, or of another
+        life of it; or this rank is there already.
+        """
+
+def add_RankControlServicer_to_server(servicer: RankControlServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
+
 class TransferControlStub:
     """Decode rank, called by prefill ranks."""
 

@@ -67,6 +67,8 @@ METHOD_ROLES: Final[dict[str, frozenset[CallerRole]]] = {
     # For prefill ranks only.
     "/kvferry.v1.TransferControl/Attach": _PEER,
     "/kvferry.v1.TransferControl/Watermarks": _PEER,
+    # For ranks of the same engine, which are peers of this port alone.
+    "/kvferry.v1.RankControl/Meet": _PEER,
     # All callers may ask whether a node serves. Reflection is for clients.
     "/grpc.health.v1.Health/Check": _BOTH,
     "/grpc.health.v1.Health/List": _BOTH,

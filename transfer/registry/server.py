@@ -94,6 +94,7 @@ async def serve(
     prefill_control: pb_grpc.PrefillControlServicer | None = None,
     decode_control: pb_grpc.DecodeControlServicer | None = None,
     node_control: pb_grpc.NodeControlServicer | None = None,
+    rank_control: pb_grpc.RankControlServicer | None = None,
     security: Security | None = None,
     on_refused: Callable[[Refusal], None] | None = None,
 ) -> RegistryServer:
@@ -120,6 +121,7 @@ async def serve(
         "PrefillControl": prefill_control,
         "DecodeControl": decode_control,
         "NodeControl": node_control,
+        "RankControl": rank_control,
     }
     service_names: list[str] = []
     for name, servicer in services.items():
