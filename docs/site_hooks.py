@@ -26,8 +26,16 @@ PAGES: Final = {
 }
 """Pages of the site that lie outside docs/, by their path in the repository."""
 
-RECORDS: Final = ("adr/", "changelog.md", "seeds.md")
-"""Beginnings of pages that are records. Search lists them after the pages for users."""
+BOOSTS: Final = {
+    **dict.fromkeys(("adr/", "changelog.md", "seeds.md", "contributing.md", "models/", "fuzzing.md"), 0.1),
+    **dict.fromkeys(("api.md", "architecture.md", "benchmarks.md", "measurements.md", "simulation.md", "protocol.md"), 0.3),
+    **dict.fromkeys(("memory-model.md", "offload-internals.md", "security.md"), 0.3),
+    **dict.fromkeys(("troubleshooting.md", "runbooks.md", "operations.md", "upgrades.md", "discovery.md", "network.md"), 3),
+    **dict.fromkeys(("configuration.md", "metrics.md"), 2),
+    **dict.fromkeys(("engines.md", "vllm.md", "sglang.md"), 4),
+    **dict.fromkeys(("deploy.md", "tls.md", "observability.md", "cli.md", "scaling.md"), 2),
+}
+"""Weights of pages in the search, by the beginnings of their names: pages for operators come before records and internals."""
 
 _log = logging.getLogger("mkdocs.plugins.kvferry")
 _LINK_OR_CODE: Final = re.compile(
@@ -64,8 +72,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rewrite links from paths in the repository to pages of the site, or to the repository's own address."""
-    if page.file.src_uri.startswith(RECORDS):
-        page.meta["search"] = {"boost": 0.3}
+    boost = next((weight for name, weight in BOOSTS.items() if page.file.src_uri.startswith(name)), None)
+    if boost is not None:
+        page.meta["search"] = {"boost": boost}
     here = next((path for path, name in PAGES.items() if name == page.file.src_uri), f"docs/{page.file.src_uri}")
 
     def rewrite(link: re.Match[str]) -> str:
