@@ -99,8 +99,10 @@ class LayerSpec:
         k_head_dim: Elements of K per token and head (MLA: latent plus rotary part; recurrent: elements of state per head).
         v_head_dim: Elements of V per token and head; 0 without a second buffer (MLA, recurrent).
         window_tokens: Tokens that a sliding window layer can still read; 0 for the other kinds.
-        dtype: Element type of a recurrent state, the same in every pool and on the wire. The model decides its precision, because
-            the error of each step goes into all later ones. None, as for the other kinds, leaves it to the pool.
+        dtype: Element type that the layer has in every pool and on the wire. None leaves it to the pool. The model decides the
+            precision of a recurrent state, because the error of each step goes into all later ones. Layers of the other kinds
+            are `int8` if their rows contain other values than elements, for example quantised values and their scales. Such rows
+            are moved byte by byte, and have a multiple of 4 bytes, so that the layers behind them begin on their elements.
     """
 
     kind: LayerKind = LayerKind.ATTENTION
@@ -123,8 +125,15 @@ class LayerSpec:
             raise LayoutError(f"window_tokens is {self.window_tokens} for kind {self.kind}; only sliding_window has one, above 0")
         if self.dtype is not None:
             object.__setattr__(self, "dtype", DType(self.dtype))
-            if self.kind is not LayerKind.RECURRENT_STATE:
-                raise LayoutError(f"dtype of a layer of kind {self.kind} is {self.dtype}; it must be None, the pool chooses it")
+            if self.kind is not LayerKind.RECURRENT_STATE and self.dtype is not DType.INT8:
+                raise LayoutError(
+                    f"dtype of a layer of kind {self.kind} is {self.dtype}; it must be None or int8 (rows of bytes)"
+                )
+            if self.kind is not LayerKind.RECURRENT_STATE and (self.k_head_dim % 4 or self.v_head_dim % 4):
+                raise LayoutError(
+                    f"rows of a layer of kind {self.kind} have {self.k_head_dim} and {self.v_head_dim} bytes; they must be "
+                    "multiples of 4"
+                )
 
     @property
     def num_buffers(self) -> int:
@@ -535,7 +544,7 @@ class PayloadRates:
         self._windows = [
             _WindowRate(
                 window_tokens=window_tokens,
-                token_bytes=sum(spec.k_head_dim + spec.v_head_dim for spec in specs) * route.heads.count * dtype.num_bytes,
+                token_bytes=route.heads.count * sum(_head_bytes(spec, dtype) for spec in specs),
                 token_buffers=sum(spec.num_buffers for spec in specs),
             )
             for window_tokens, specs in of_window.items()
@@ -564,6 +573,11 @@ class PayloadRates:
 def payload_rates(layout: KVLayout, route: Route, layers: Range, dtype: DType) -> PayloadRates:
     """Return the payload rates of `layers` on `route`; `dtype` is the element type on the wire."""
     return PayloadRates(layout, route, layers, dtype)
+
+
+def _head_bytes(spec: LayerSpec, dtype: DType) -> int:
+    """Return the bytes of one token and head."""
+    return (spec.k_head_dim + spec.v_head_dim) * (spec.dtype or dtype).num_bytes
 
 
 def _travelling_tokens(spec: LayerSpec, tokens: Range, num_tokens: int) -> Range:

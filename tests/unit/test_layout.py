@@ -35,6 +35,8 @@ MLA = LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=576, v_head_dim=0
 WINDOW = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=8, k_head_dim=64, v_head_dim=32, window_tokens=10)
 STATE = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=4, k_head_dim=1000, v_head_dim=0)
 STATE32 = replace(STATE, dtype=DType.FLOAT32)
+ROWS = replace(MLA, k_head_dim=656, dtype=DType.INT8)
+INDEXER = LayerSpec(num_kv_heads=1, k_head_dim=128, v_head_dim=4, dtype=DType.INT8)
 
 
 @st.composite
@@ -50,7 +52,7 @@ def layouts(draw: st.DrawFn) -> KVLayout:
         v_head_dim=st.just(0),
         dtype=st.sampled_from(DType),
     )
-    others = st.sampled_from((MHA, MLA, WINDOW, STATE, STATE32))
+    others = st.sampled_from((MHA, MLA, WINDOW, STATE, STATE32, ROWS, INDEXER, replace(WINDOW, dtype=DType.INT8)))
     return KVLayout(
         layers=tuple(draw(st.lists(st.one_of(mha, own, others), min_size=1, max_size=9))),
         dtype=draw(st.sampled_from(DType)),
@@ -409,7 +411,9 @@ def test_ranks_are_stage_major() -> None:
         (lambda: LayerSpec(num_kv_heads=1, k_head_dim=0, v_head_dim=1), "head dims are K 0, V 1"),
         (lambda: replace(MLA, num_kv_heads=2), "an MLA layer has one latent"),
         (lambda: replace(STATE, v_head_dim=2), "one state buffer; got V dim 2"),
-        (lambda: replace(MHA, dtype=DType.FLOAT32), "dtype of a layer of kind attention is float32; it must be None"),
+        (lambda: replace(MHA, dtype=DType.FLOAT32), "dtype of a layer of kind attention is float32; it must be None or int8"),
+        (lambda: replace(ROWS, k_head_dim=658), "rows of a layer of kind mla have 658 and 0 bytes; they must be multiples of 4"),
+        (lambda: replace(INDEXER, v_head_dim=6), "rows of a layer of kind attention have 128 and 6 bytes"),
         (lambda: replace(WINDOW, window_tokens=0), "window_tokens is 0 for kind sliding_window"),
         (lambda: replace(MHA, window_tokens=4), "window_tokens is 4 for kind attention"),
         (lambda: KVLayout(layers=(), dtype=DType.INT8), "layers is empty"),
