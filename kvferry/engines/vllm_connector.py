@@ -153,7 +153,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
             layout=layout.layout,
             shard=layout.shard,
             pool=layout.pool(kv_caches),
-            model_fields=model_fields(self._vllm_config),
+            model_fields=model_fields(self._vllm_config) | layout.row_formats,
             max_context_tokens=model.max_model_len,
             vocab_size=model.get_vocab_size(),
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,

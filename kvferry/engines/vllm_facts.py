@@ -11,11 +11,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 from planner.model_shape import read_model_shape
 from transfer.errors import ConfigError
 from transfer.layout import DType, LayerSpec
+
+_METHODS_WITH_LAYERS: Final = ("eagle", "eagle3", "mtp", "draft_model")
+_METHODS_WITHOUT_LAYERS: Final = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+"""Methods of speculative decoding whose draft model keeps KV, and methods without such layers."""
+
+INDEXER_ROWS: Final = "indexer_fp8"
+"""Format of an indexer's rows: 128 values of 8 bits, and their scale. A block has the values of all tokens before the scales."""
+
+_INDEXER_BYTES: Final = (128, 4)
+_SCALE_BYTES: Final = 4
+_PER_HEAD_MODES: Final = ("FP8_PER_TOKEN_HEAD", "INT8_PER_TOKEN_HEAD")
+
+_DRAFT_MODULES: Final = frozenset({"draft_model", "mtp"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,15 +41,17 @@ class LayerFacts:
         spec: Class name of the KV cache spec.
         block_size: Tokens of a block.
         num_kv_heads: KV heads of this rank; 0 for a layer without attention, such as a recurrent state.
-        k_head_dim, v_head_dim: Elements per token and head; for a latent, all its elements and 0.
+        k_head_dim, v_head_dim: Elements per token and head; for a latent, all its elements and 0. Bytes if `row_format` is set.
         dtype: torch's name of the element type; ``uint8`` is possible for 8-bit floats.
         window_tokens: Window of a spec that drops earlier blocks; otherwise 0.
         quant_mode: vLLM's name of the quantisation; ``NONE`` if there is none.
-        is_packed_otherwise: Whether a block holds anything besides K and V of its tokens and heads.
+        row_format: Name of the format of rows that have values and their scales; empty for elements of one type.
+        is_packed_otherwise: Whether a block holds anything besides K and V, or such rows, of its tokens and heads.
         backend: vLLM's name of the attention backend; empty on the scheduler, which does not know it.
         isa: For attention on a CPU, the instruction set for which blocks are packed; otherwise empty.
         k_scale, v_scale: A stored 8-bit float times the scale is the value that the model computed.
         num_scales: Scales of K; more than 1 if each head has its own.
+        is_draft: Whether the layer is one of the draft model of speculative decoding.
     """
 
     name: str
@@ -49,12 +64,14 @@ class LayerFacts:
     dtype: str = ""
     window_tokens: int = 0
     quant_mode: str = "NONE"
+    row_format: str = ""
     is_packed_otherwise: bool = False
     backend: str = ""
     isa: str = ""
     k_scale: float = 1.0
     v_scale: float = 1.0
     num_scales: int = 1
+    is_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +84,7 @@ class VllmFacts:
         cache_dtype: The setting ``--kv-cache-dtype``.
         cache_layout: vLLM's name of the order of layers, blocks, heads and tokens in memory, for example ``LBHNC``.
         total_num_kv_heads: KV heads of the whole model; 1 if it keeps latents.
+        draft_num_kv_heads: The same of the draft model; 0 if no draft model keeps KV.
         num_blocks: Blocks of the cache, including the null block.
         has_prefix_caching: Whether blocks are kept for later prompts.
         is_consumer: Whether the instance receives KV: ``kv_role`` is not ``kv_producer``.
@@ -93,6 +111,7 @@ class VllmFacts:
     layers: tuple[LayerFacts, ...]
     num_tables: int = 1
     shared_layers: Mapping[str, str] = field(default_factory=dict)
+    draft_num_kv_heads: int = 0
     model_layers: tuple[LayerSpec, ...] = ()
 
 
@@ -122,6 +141,7 @@ def _read(vllm_config: Any, kv_cache_config: Any) -> VllmFacts:
     rank = int(parallel.rank)
     transfer = vllm_config.kv_transfer_config
     dtype = torch_name(model.dtype)
+    draft = _draft_model(vllm_config)
     return VllmFacts(
         tp_size=tp_size,
         tp_rank=rank % tp_size,
@@ -131,13 +151,13 @@ def _read(vllm_config: Any, kv_cache_config: Any) -> VllmFacts:
         model_dtype=dtype,
         cache_dtype=str(cache.cache_dtype),
         cache_layout=str(kv_cache_config.kv_cache_layout or ""),
-        total_num_kv_heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),
+        total_num_kv_heads=_num_kv_heads(model),
         num_blocks=int(kv_cache_config.num_blocks),
         has_prefix_caching=bool(cache.enable_prefix_caching),
         is_consumer=transfer is None or transfer.kv_role != "kv_producer",
         features=dict(_features(vllm_config)),
         layers=tuple(
-            _layer(name, group, spec, modules.get(name))
+            _layer(name, group, spec, modules.get(name), vllm_config, is_draft=draft is not None and _is_draft(name, model))
             for group, of in enumerate(kv_cache_config.kv_cache_groups)
             for name, spec in _specs(of)
         ),
@@ -145,6 +165,7 @@ def _read(vllm_config: Any, kv_cache_config: Any) -> VllmFacts:
         shared_layers={
             name: target for name, module in modules.items() if (target := getattr(module, "kv_sharing_target_layer_name", None))
         },
+        draft_num_kv_heads=0 if draft is None else _num_kv_heads(draft),
         model_layers=_model_layers(model, dtype),
     )
 
@@ -168,7 +189,41 @@ def model_fields(vllm_config: Any) -> dict[str, str]:
         "revision": None if Path(model.model).is_dir() else model.revision,
         "lora": _lora_settings(vllm_config.lora_config),
     }
-    return model_identity.model_fields(str(model.model), changes=changes)
+    fields = model_identity.model_fields(str(model.model), changes=changes | _draft_settings(vllm_config))
+    draft = _draft_model(vllm_config)
+    if draft is not None and draft.model != model.model:  # MTP layers are part of the model's own weights
+        fields |= {f"draft.{name}": value for name, value in model_identity.model_fields(str(draft.model)).items()}
+    return fields
+
+
+def _draft_model(vllm_config: Any) -> Any:
+    """Return the configuration of the draft model whose layers keep KV; None if there is none."""
+    speculative = vllm_config.speculative_config
+    return speculative.draft_model_config if speculative is not None and speculative.method in _METHODS_WITH_LAYERS else None
+
+
+def _draft_settings(vllm_config: Any) -> dict[str, object]:
+    """Return the settings of speculative decoding that determine the KV of draft layers; none if no such layers exist."""
+    draft, speculative = _draft_model(vllm_config), vllm_config.speculative_config
+    if draft is None:
+        return {}
+    settings = {
+        "method": speculative.method,
+        "parallel_drafting": speculative.parallel_drafting,
+        "quantization": draft.quantization,
+    }
+    return {"speculative_config": json.dumps({name: value for name, value in settings.items() if value}, sort_keys=True)}
+
+
+def _is_draft(name: str, model: Any) -> bool:
+    """Return whether a layer belongs to the draft model. vLLM names it after other modules, or numbers it behind the model's."""
+    parts = name.split(".")
+    num_layers = int(model.hf_text_config.num_hidden_layers)
+    return not _DRAFT_MODULES.isdisjoint(parts) or any(part.isdecimal() and int(part) >= num_layers for part in parts)
+
+
+def _num_kv_heads(model: Any) -> int:
+    return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
 def _lora_settings(lora: Any) -> str | None:
@@ -205,36 +260,57 @@ def _specs(group: Any) -> Iterator[tuple[str, Any]]:
         yield str(name), own.get(name, group.kv_cache_spec)
 
 
-def _layer(name: str, group: int, spec: Any, module: Any) -> LayerFacts:
+def _layer(name: str, group: int, spec: Any, module: Any, vllm_config: Any, *, is_draft: bool) -> LayerFacts:
     kind = type(spec).__name__
     if not hasattr(spec, "head_size"):  # a recurrent state, for example, which is rejected by its class
-        return LayerFacts(name=name, group=group, spec=kind, block_size=int(spec.block_size))
-    packings = (spec.num_head_slots, spec.state_content_bytes, getattr(spec, "model_version", None))
-    role = getattr(spec, "cache_role", "sparse")
+        return LayerFacts(name=name, group=group, spec=kind, block_size=int(spec.block_size), is_draft=is_draft)
+    row_format, k_dim, v_dim = _rows(spec, vllm_config)
+    is_known = row_format or (spec.state_content_bytes is None and getattr(spec, "cache_role", "sparse") == "sparse")
+    packings = (spec.num_head_slots, getattr(spec, "model_version", None))
     return LayerFacts(
         name=name,
         group=group,
         spec=kind,
         block_size=int(spec.block_size),
         num_kv_heads=int(spec.num_kv_heads),
-        k_head_dim=int(spec.head_size),
-        v_head_dim=int(spec.head_size_v),
+        k_head_dim=k_dim,
+        v_head_dim=v_dim,
         dtype=torch_name(spec.dtype),
-        window_tokens=int(spec.sliding_window) if kind == "SlidingWindowSpec" else 0,
+        window_tokens=int(spec.sliding_window) if kind in ("SlidingWindowSpec", "SlidingWindowMLASpec") else 0,
         quant_mode=str(spec.kv_quant_mode.name),
-        is_packed_otherwise=any(value is not None for value in packings) or spec.tokens_per_state != 1 or role != "sparse",
+        row_format=row_format,
+        is_packed_otherwise=not is_known
+        or any(value is not None for value in packings)
+        or spec.tokens_per_state != 1
+        or bool(getattr(spec, "bounded_replay", False))
+        or bool(getattr(module, "uses_shuffled_layout", False)),
         backend="" if module is None else str(module.get_attn_backend().get_name()),
         isa=str(getattr(module, "isa", "")),
         k_scale=float(getattr(module, "_k_scale_float", 1.0)),
         v_scale=float(getattr(module, "_v_scale_float", 1.0)),
         num_scales=int(module._k_scale.numel()) if hasattr(module, "_k_scale") else 1,
+        is_draft=is_draft,
     )
+
+
+def _rows(spec: Any, vllm_config: Any) -> tuple[str, int, int]:
+    """Return the format of the rows, empty if they are elements of one type, and their `k_head_dim` and `v_head_dim`."""
+    k_dim, v_dim = int(spec.head_size), int(spec.head_size_v)
+    content = spec.state_content_bytes
+    if getattr(spec, "cache_role", "sparse") == "indexer":
+        if k_dim == sum(_INDEXER_BYTES) and vllm_config.attention_config.resolve_indexer_kv_dtype("fp8") == "fp8":
+            return INDEXER_ROWS, *_INDEXER_BYTES
+    elif content is not None and not v_dim:
+        return str(spec.cache_dtype_str), int(content), 0
+    elif spec.kv_quant_mode.name in _PER_HEAD_MODES and k_dim == v_dim and content == 2 * (k_dim + _SCALE_BYTES):
+        return spec.kv_quant_mode.name.lower(), content // 2, content // 2
+    return "", k_dim, v_dim
 
 
 def _features(vllm_config: Any) -> Iterator[tuple[str, str]]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if vllm_config.speculative_config is not None:
-        yield "speculative decoding", str(vllm_config.speculative_config.method)
+    if (speculative := vllm_config.speculative_config) is not None:
+        yield from _speculative_features(speculative, int(parallel.pipeline_parallel_size))
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := int(getattr(parallel, name))) != 1:
             yield name, str(size)
@@ -242,6 +318,17 @@ def _features(vllm_config: Any) -> Iterator[tuple[str, str]]:
         yield "runner", str(model.runner_type)
     if model.is_encoder_decoder:
         yield "encoder-decoder model", str(model.architecture)
+
+
+def _speculative_features(speculative: Any, pp_size: int) -> Iterator[tuple[str, str]]:
+    method = str(speculative.method)
+    if method not in (*_METHODS_WITH_LAYERS, *_METHODS_WITHOUT_LAYERS):
+        known = ", ".join((*_METHODS_WITH_LAYERS, *_METHODS_WITHOUT_LAYERS))
+        yield "speculative decoding", f"{method}; use {known}"
+    elif pp_size > 1:  # on the first stages, model runner V1 does not call the connector's wait_for_save
+        yield "speculative decoding with pipeline stages", f"{method}; use pipeline_parallel_size 1"
+    elif speculative.use_multi_module_mtp():  # a module's KV of the prompt's last tokens depends on tokens that were not verified
+        yield "speculative decoding with several MTP modules", f"{method}; use num_speculative_tokens 1"
 
 
 def _model_layers(model: Any, dtype: str) -> tuple[LayerSpec, ...]:

@@ -4,7 +4,11 @@ vLLM 0.32 and 0.33 pass a connector one tensor per layer, ``[blocks, heads, bloc
 memory is a setting, mostly ``LBNHC`` or ``LBHNC``. The content of a block and head depends on the backend:
 
 - on GPUs, K of each token and V after it: ``[token, K | V]``;
-- MLA, on all devices: one head, whose content is the latent: ``[token, latent]``;
+- MLA, on all devices: one head, whose content is the latent: ``[token, latent]``. For ``fp8_ds_mla`` and ``nvfp4_ds_mla`` it is
+  a row of quantised values, their scales and the rotary part: ``[token, 656 or 352 bytes]``;
+- the indexer of sparse attention (DeepSeek-V3.2, GLM-5), on NVIDIA GPUs: the values of all tokens of the block are one run of
+  memory, ``[token, 128 bytes]``, and the scales follow, ``[token, 4 bytes]``;
+- ``fp8_per_token_head`` and ``int8_per_token_head``, ``TRITON_ATTN``: ``[token, K | scale of K | V | scale of V]``;
 - attention on a CPU (``CPU_ATTN``): the content of all tokens of the block is one run of memory. K comes first, as
   ``[dim, token]``, then V as ``[token, dim]``. This was verified with vLLM 0.32's own kernel for its instruction sets ``vec`` and
   ``vec16`` of x86. The set ``amx``, for bfloat16, stores K and V in tiles of pairs. It is rejected, and so are the sets of other
@@ -23,7 +27,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvferry.engines.vllm_facts import LayerFacts, VllmFacts
+from kvferry.engines.vllm_facts import INDEXER_ROWS, LayerFacts, VllmFacts
 from kvferry.engines.vllm_windows import WindowTable
 from transfer.errors import ConfigError, LayoutError
 from transfer.layer_groups import NO_PAGE, LayerGroup, layer_groups
@@ -39,10 +43,16 @@ DENSE_BACKENDS: Final = (
     "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV",
 )  # fmt: skip
 LATENT_BACKENDS: Final = (
-    "CPU_MLA", "AMX_MLA", "TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA",
+    "CPU_MLA", "AMX_MLA", "TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "FLASHMLA_SPARSE",
+    "FLASH_ATTN_MLA_SPARSE", "FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120", "FLASHINFER_MLA_SPARSE_SM90",
 )  # fmt: skip
+ROW_BACKENDS: Final = ("TRITON_ATTN",)
+"""Backends whose rows have a scale of K and a scale of V for each head."""
+INDEXER_BACKENDS: Final = ("DEEPSEEK_V32_INDEXER",)
 
-_KNOWN_SPECS: Final = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec")
+_LATENT_SPECS: Final = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+"""Specs whose layers are the same on all tensor parallel ranks."""
+_KNOWN_SPECS: Final = ("FullAttentionSpec", "SlidingWindowSpec", *_LATENT_SPECS)
 _WHY_NOT: Final = {
     "MambaSpec": "keeps a recurrent state",
     "CrossAttentionSpec": "attends to an encoder's output",
@@ -50,7 +60,6 @@ _WHY_NOT: Final = {
     "ChunkedLocalAttentionSpec": "attends in chunks and drops blocks: start vLLM with --disable-hybrid-kv-cache-manager",
     "SinkFullAttentionSpec": "has attention sinks in its cache",
     "RSWASpec": "drops blocks between the prompt and a window",
-    "SlidingWindowMLASpec": "keeps a window of latents",
 }
 _PLAIN_DTYPES: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 _FLOAT8_SETTINGS: Final = ("fp8", "fp8_e4m3")
@@ -77,7 +86,7 @@ class VllmLayout:
         layers: The rank's layers, in the layout's order.
         kv_scales: For 8-bit floats, scales of K and V for each layer of the layout; otherwise empty.
         groups: The layers of each page table: a group of `layer_groups(layout)`, or a part of one that vLLM gives a block table
-            of its own.
+            of its own, or whose rows are not of the pool's element type.
         block_groups: For each of `groups`, the index of its block table among those of a vLLM request.
         page_sizes: For each of `groups`, the tokens of a block.
         window_tables: Block tables without blocks for tokens that a window has passed.
@@ -120,6 +129,12 @@ class VllmLayout:
             groups=self.groups,
             page_sizes=self.page_sizes,
         )
+
+    @property
+    def row_formats(self) -> dict[str, str]:
+        """The formats of rows, as a field of the model: two formats can have equally many bytes. Empty without such rows."""
+        formats = sorted({layer.row_format for layer in self.layers if layer.row_format})
+        return {"engine.kv_rows": ", ".join(formats)} if formats else {}
 
     @property
     def layer_ends(self) -> dict[str, int]:
@@ -169,35 +184,39 @@ class VllmLayout:
 
     def _checked(self, layer: LayerFacts, cache: Tensor) -> Tensor:
         """Return the cache as [blocks, heads, block_size, content], in the pool's element type."""
-        element = self.shard.pool_dtype(self.layout)
-        if element is DType.FLOAT8_E4M3 and cache.dtype is torch.uint8:
-            cache = cache.view(torch.float8_e4m3fn)
-        content = layer.k_head_dim + layer.v_head_dim
         index = self.shard.layers(self.layout).begin + self.layers.index(layer)
+        element = self.shard.layer_dtype(self.layout, index)
+        if layer.row_format or (element is DType.FLOAT8_E4M3 and cache.dtype is torch.uint8):
+            cache = cache.view(TORCH_DTYPES[element])
+        content = layer.k_head_dim + layer.v_head_dim
         heads = len(self.shard.heads(self.layout.layers[index].num_kv_heads))
         wanted = (self.num_blocks, heads, layer.block_size, content)
-        if cache.dim() == 4 and tuple(cache.shape) != wanted:
+        if cache.dim() == 4 and tuple(cache.shape) != wanted and layer.row_format != INDEXER_ROWS:
             cache = _joined(cache, layer.block_size)
         if tuple(cache.shape) != wanted or cache.dtype is not TORCH_DTYPES[element]:
+            advice = f"; start vLLM with --block-size {cache.shape[2]}" if layer.row_format == INDEXER_ROWS else ""
             raise LayoutError(
                 f"layer {layer.name} has a tensor {cache.dtype} {tuple(cache.shape)}, strides {cache.stride()}; must be "
-                f"{TORCH_DTYPES[element]} {wanted} [blocks, heads, tokens, K and V]"
+                f"{TORCH_DTYPES[element]} {wanted} [blocks, heads, tokens, K and V]{advice}"
             )
         return cache
 
     def _views(self, layer: LayerFacts, cache: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return K and V of a cache, or the latent and None: [blocks, heads, tokens, dim]."""
+        if layer.backend in INDEXER_BACKENDS and layer.row_format == INDEXER_ROWS:
+            return _indexed(layer, cache)
         if layer.backend in LATENT_BACKENDS and not layer.v_head_dim:
             return cache, None
-        if layer.backend in DENSE_BACKENDS and layer.v_head_dim:
+        if layer.backend in (ROW_BACKENDS if layer.row_format else DENSE_BACKENDS) and layer.v_head_dim:
             k, v = cache.split((layer.k_head_dim, layer.v_head_dim), dim=-1)
             return k, v
         if layer.backend in PACKED_BACKENDS and layer.v_head_dim:
             return _unpacked(layer, cache)
-        known = ", ".join((*PACKED_BACKENDS, *DENSE_BACKENDS, *LATENT_BACKENDS))
+        known = ", ".join((*PACKED_BACKENDS, *DENSE_BACKENDS, *LATENT_BACKENDS, *INDEXER_BACKENDS))
+        backend = f"{layer.backend or 'unknown'}{f' and rows of {layer.row_format}' if layer.row_format else ''}"
         raise LayoutError(
-            f"layer {layer.name} has the attention backend {layer.backend or 'unknown'} with head dims {layer.k_head_dim} and "
-            f"{layer.v_head_dim}, which kvferry does not support; supported backends: {known} (the setting --attention-backend)"
+            f"layer {layer.name} has the attention backend {backend} with head dims {layer.k_head_dim} and {layer.v_head_dim}, "
+            f"which kvferry does not support; supported backends: {known} (the setting --attention-backend)"
         )
 
 
@@ -215,6 +234,17 @@ def _joined(cache: Tensor, block_size: int) -> Tensor:
         )
     shape, strides = (num_kernel_blocks // parts, heads, block_size, content), (parts * blocks, *cache.stride()[1:])
     return cache.as_strided(shape, strides, cache.storage_offset())
+
+
+def _indexed(layer: LayerFacts, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values and scales of an indexer, [blocks, 1, tokens, bytes]. A block has all values before all scales."""
+    blocks, heads, tokens, content = cache.shape
+    if cache.stride()[2:] != (content, 1):
+        raise LayoutError(f"layer {layer.name} has strides {cache.stride()}; the tokens of an indexer's block must be one run")
+    outer, offset, dim = cache.stride()[:2], cache.storage_offset(), layer.k_head_dim
+    values = cache.as_strided((blocks, heads, tokens, dim), (*outer, dim, 1), offset)
+    scales = cache.as_strided((blocks, heads, tokens, layer.v_head_dim), (*outer, layer.v_head_dim, 1), offset + tokens * dim)
+    return values, scales
 
 
 def _unpacked(layer: LayerFacts, cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -263,7 +293,7 @@ def describe(facts: VllmFacts, *, windows: WindowLayers | None = None) -> VllmLa
         page_size=min(layer.block_size for layer in layers),
         dtype=None if element is layout.dtype else element,
         order=TokenOrder.NHD if facts.cache_layout.endswith("NHC") else TokenOrder.HND,
-        stage_layers=facts.stage_layers if facts.pp_size > 1 else None,
+        stage_layers=tuple(count * _caches_per_layer(layers) for count in facts.stage_layers) if facts.pp_size > 1 else None,
     )
     kv_scales = tuple(_scales(layers, facts)) if element is DType.FLOAT8_E4M3 else ()
     groups = tuple(_groups(layout, shard, layers))
@@ -301,22 +331,33 @@ def check(facts: VllmFacts) -> None:
 
 
 def _ordered(facts: VllmFacts) -> tuple[LayerFacts, ...]:
-    """Return the rank's layers in order. A pipeline stage must have exactly its own layers."""
-    by_index: dict[int, LayerFacts] = {}
+    """Return the rank's caches in the order in which they are computed.
+
+    The indexer of a layer precedes its attention. The layers of a draft model follow the model's own.
+
+    A pipeline stage must have exactly its own layers.
+    """
+    by_place: dict[tuple[bool, int, bool], LayerFacts] = {}
     for layer in facts.layers:
-        index = layer_index(layer.name)
-        if index in by_index:
-            raise LayoutError(f"{by_index[index].name} and {layer.name} are caches of one layer; kvferry moves one of each")
-        by_index[index] = layer
+        place = (layer.is_draft, layer_index(layer.name), layer.row_format != INDEXER_ROWS)
+        if place in by_place:
+            raise LayoutError(f"{by_place[place].name} and {layer.name} are caches of one layer; kvferry moves one of each")
+        by_place[place] = layer
     if facts.pp_size > 1:
         begin = sum(facts.stage_layers[: facts.pp_rank])
         wanted = range(begin, begin + facts.stage_layers[facts.pp_rank])
-        if sorted(by_index) != list(wanted):
+        indices = sorted({index for _, index, _ in by_place})
+        if indices != list(wanted):
             raise LayoutError(
-                f"stage {facts.pp_rank} keeps KV of layers {', '.join(map(str, sorted(by_index)))}; with pipeline stages every "
+                f"stage {facts.pp_rank} keeps KV of layers {', '.join(map(str, indices))}; with pipeline stages every "
                 f"layer must keep its own, here [{wanted.start}, {wanted.stop})"
             )
-    return tuple(layer for _, layer in sorted(by_index.items()))
+    return tuple(layer for _, layer in sorted(by_place.items()))
+
+
+def _caches_per_layer(layers: Sequence[LayerFacts]) -> int:
+    """Return 2 if layers have an indexer, otherwise 1."""
+    return 2 if any(layer.row_format == INDEXER_ROWS for layer in layers) else 1
 
 
 def layer_index(name: str) -> int:
@@ -336,22 +377,26 @@ def _check_layer(layer: LayerFacts, facts: VllmFacts) -> None:
     if layer.is_packed_otherwise:
         raise LayoutError(f"layer {layer.name} has something else in its blocks than K and V ({layer.spec}); cannot be moved yet")
     is_scaled_float8 = layer.quant_mode == "FP8_PER_TENSOR" and facts.cache_dtype in _FLOAT8_SETTINGS and layer.num_scales == 1
-    if layer.quant_mode != "NONE" and not is_scaled_float8:
+    if layer.quant_mode != "NONE" and not is_scaled_float8 and not layer.row_format:
         raise LayoutError(
             f"layer {layer.name} is quantised as {layer.quant_mode} (--kv-cache-dtype {facts.cache_dtype}, scales: "
-            f"{layer.num_scales}); of quantised caches only fp8 (e4m3) with one scale per layer can be moved"
+            f"{layer.num_scales}); of quantised caches fp8 (e4m3) with one scale per layer, fp8_per_token_head, "
+            "int8_per_token_head, fp8_ds_mla and nvfp4_ds_mla can be moved"
         )
 
 
 def _element(layers: Sequence[LayerFacts], facts: VllmFacts) -> DType:
+    """Return the element type of layers that have one. If all have rows of another format, it is the model's."""
     found: dict[DType, str] = {}
     for layer in layers:
+        if layer.row_format:
+            continue
         is_plain = layer.quant_mode == "NONE"
         found.setdefault(_plain_dtype(layer.name, layer.dtype) if is_plain else DType.FLOAT8_E4M3, layer.name)
     if len(found) > 1:
         (one, first), (other, second) = list(found.items())[:2]
         raise LayoutError(f"layer {first} keeps {one}, {second} {other}; the layers of a rank must keep one element type")
-    return next(iter(found))
+    return next(iter(found), _plain_dtype("--dtype", facts.model_dtype))
 
 
 def _plain_dtype(name: str, dtype: str) -> DType:
@@ -368,24 +413,35 @@ def _model_specs(layers: Sequence[LayerFacts], facts: VllmFacts, windows: Window
         yield from own
         return
     known = [_moved(spec, windows) for spec in facts.model_layers]
-    if known:
+    by_layer: dict[int, list[LayerSpec]] = {}
+    for index, spec in zip(indices, own, strict=True):
+        by_layer.setdefault(index, []).append(spec)
+    if known and len(by_layer) == len(own):
         differing = next((at for at, spec in zip(indices, own, strict=True) if known[at] != spec), None)
         if differing is not None:
             raise LayoutError(f"layer {differing} keeps {own[differing - indices[0]]}; config.json says {known[differing]}")
         yield from known
         return
-    if len(set(own)) > 1:
+    alike = by_layer[indices[0]]
+    if any(specs != alike for specs in by_layer.values()):
         raise LayoutError(
             "the layers of this stage differ, and kvferry does not know the model's architecture; the layers of other stages "
             "cannot be determined: use pipeline_parallel_size 1"
         )
-    yield from own[:1] * sum(facts.stage_layers)
+    yield from alike * sum(facts.stage_layers)
 
 
 def _spec(layer: LayerFacts, facts: VllmFacts, windows: WindowLayers) -> LayerSpec:
-    if layer.spec == "MLAAttentionSpec":
-        return LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=layer.k_head_dim, v_head_dim=0)
-    spec = LayerSpec(num_kv_heads=_total_heads(layer, facts), k_head_dim=layer.k_head_dim, v_head_dim=layer.v_head_dim)
+    is_latent = layer.spec in _LATENT_SPECS
+    spec = LayerSpec(
+        kind=LayerKind.MLA if is_latent and not layer.v_head_dim and not layer.window_tokens else LayerKind.ATTENTION,
+        num_kv_heads=1 if is_latent else _total_heads(layer, facts),
+        k_head_dim=layer.k_head_dim,
+        v_head_dim=layer.v_head_dim,
+        dtype=DType.INT8 if layer.row_format else None,
+    )
+    if is_latent and not layer.window_tokens:
+        return spec
     if layer.window_tokens:  # vLLM frees blocks behind the window
         if windows is WindowLayers.WHOLE:
             raise LayoutError(
@@ -394,7 +450,7 @@ def _spec(layer: LayerFacts, facts: VllmFacts, windows: WindowLayers) -> LayerSp
                 "--disable-sliding-window if all layers have a window)"
             )
         return replace(spec, kind=LayerKind.SLIDING_WINDOW, window_tokens=layer.window_tokens)
-    if windows is WindowLayers.WHOLE or any(other.window_tokens for other in facts.layers):
+    if windows is WindowLayers.WHOLE or layer.is_draft or any(other.window_tokens for other in facts.layers):
         return spec
     # The spec of a group merges those of its layers, and does not show which of them have a window.
     if not facts.model_layers:
@@ -424,7 +480,10 @@ def _total_heads(layer: LayerFacts, facts: VllmFacts) -> int:
     if facts.tp_size == 1 or layer.num_kv_heads > 1:
         return layer.num_kv_heads * facts.tp_size
     index = layer_index(layer.name)
-    total = facts.model_layers[index].num_kv_heads if index < len(facts.model_layers) else facts.total_num_kv_heads
+    if layer.is_draft:
+        total = facts.draft_num_kv_heads
+    else:
+        total = facts.model_layers[index].num_kv_heads if index < len(facts.model_layers) else facts.total_num_kv_heads
     if max(1, total // facts.tp_size) != layer.num_kv_heads:
         raise LayoutError(
             f"layer {layer.name} has 1 KV head on each of {facts.tp_size} ranks, and the model has {total}: how many this layer "
@@ -437,7 +496,7 @@ def _total_heads(layer: LayerFacts, facts: VllmFacts) -> int:
 
 def _scales(layers: Sequence[LayerFacts], facts: VllmFacts) -> Iterator[tuple[float, float]]:
     """Yield the scales of each layer of the model. With pipeline stages they must be 1.0: a stage does not know the others'."""
-    own = [(layer.k_scale, layer.v_scale) for layer in layers]
+    own = [(1.0, 1.0) if layer.row_format else (layer.k_scale, layer.v_scale) for layer in layers]
     if facts.pp_size == 1:
         yield from own
         return
@@ -448,13 +507,13 @@ def _scales(layers: Sequence[LayerFacts], facts: VllmFacts) -> Iterator[tuple[fl
 
 
 def _groups(layout: KVLayout, shard: Shard, layers: Sequence[LayerFacts]) -> Iterator[tuple[LayerGroup, LayerFacts]]:
-    """Yield the layers of each page table, with one of those that have its block table."""
+    """Yield the layers of each page table, with one of those that have its block table. They share an element type."""
     begin = shard.layers(layout).begin
     for group in layer_groups(layout):
         mine = group.layers_of(layout, shard)
-        by_table: dict[int, list[int]] = {}
+        by_table: dict[tuple[int, str], list[int]] = {}
         for layer in mine or (begin,):
-            by_table.setdefault(layers[layer - begin].group, []).append(layer)
+            by_table.setdefault((layers[layer - begin].group, layout.layers[layer].dtype or ""), []).append(layer)
         for _, of_table in sorted(by_table.items()):
             yield group if len(by_table) == 1 else replace(group, layers=tuple(of_table)), layers[of_table[0] - begin]
 

@@ -477,7 +477,7 @@ class WorkerSide:
         Ignore layers that do not end a layer group of a prompt of the step.
         """
         end = self._layer_ends.get(layer)
-        if end is None or not plan.steps:
+        if end is None or not plan.steps or self._reported is plan:  # a draft model runs several times in a step
             return
         if layer == self._last_layer:
             self._report(plan)

@@ -24,7 +24,7 @@ from typing import Any, Final
 import structlog
 from torch import Tensor
 
-from kvferry.engines.vllm_facts import VllmFacts
+from kvferry.engines.vllm_facts import LayerFacts, VllmFacts
 from node_runtime.loop_thread import LoopThread
 from transfer.config import StorageConfig
 from transfer.config.storage import ANSWER_S
@@ -77,15 +77,20 @@ def rank_fields(facts: VllmFacts, caches: Mapping[str, Tensor], *, is_portable: 
         "model_dtype": facts.model_dtype,
         "cache_layout": facts.cache_layout,
         "total_num_kv_heads": facts.total_num_kv_heads,
-        "layers": [asdict(layer) for layer in facts.layers],
+        "layers": [_layer_fields(layer) for layer in facts.layers],
     }
     if is_portable:
         # vLLM has checked that these tensors differ only in their number of heads.
-        named["layers"] = [{**asdict(layer), "num_kv_heads": None} for layer in facts.layers]
+        named["layers"] = [{**_layer_fields(layer), "num_kv_heads": None} for layer in facts.layers]
         return named
     ranks = ("tp_size", "tp_rank", "pp_size", "pp_rank", "stage_layers")
     tensors = {name: (list(cache.shape[1:]), list(cache.stride()[1:])) for name, cache in caches.items()}
     return named | {name: getattr(facts, name) for name in ranks} | {"tensors": tensors}
+
+
+def _layer_fields(layer: LayerFacts) -> dict[str, object]:
+    """Return the fields of a layer. Fields that earlier releases lack are left out if empty, so their pages stay valid."""
+    return {name: value for name, value in asdict(layer).items() if value or name not in ("row_format", "is_draft")}
 
 
 def fingerprint(ranks: Sequence[RankPages], *, model: Mapping[str, str], chunks: Mapping[str, object]) -> str:

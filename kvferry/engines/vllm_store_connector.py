@@ -52,12 +52,12 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvferry.engines.vllm_adapters import VllmAdapters
-from kvferry.engines.vllm_facts import model_fields, read_facts
+from kvferry.engines.vllm_facts import VllmFacts, model_fields, read_facts
 from kvferry.engines.vllm_host_copies import HostCopies, chunk_part_bytes
 from kvferry.engines.vllm_layout import check
 from kvferry.engines.vllm_settings import VllmStoreConfig, check_version, store_settings
 from kvferry.engines.vllm_store import PageKeys, RankPages, VllmStore, fingerprint, rank_fields
-from transfer.errors import ConfigError
+from transfer.errors import ConfigError, LayoutError
 from transfer.logs import configure_engine_logging
 from transfer.metrics import BREAKER_STATES, STORE_METRICS, StoreMetrics
 
@@ -89,7 +89,9 @@ class KvferryStoreConnector(OffloadingConnector):
         configure_engine_logging(config.log)
         check_version(vllm.__version__, allow_untested=config.allow_untested_vllm)
         _check_settings(vllm_config)
-        check(read_facts(vllm_config, kv_cache_config))
+        facts = read_facts(vllm_config, kv_cache_config)
+        check(facts)
+        _check_draft_layers(facts)
         changed = _with_offloading(vllm_config, config, host_bytes=_host_bytes(config, vllm_config, kv_cache_config))
         super().__init__(changed, role, kv_cache_config)
         self._config = config
@@ -173,6 +175,15 @@ class KvferryStoreConnector(OffloadingConnector):
 
 if _NAME not in KVConnectorFactory._registry:  # MultiConnector finds the classes of statistics by the connector's name alone
     KVConnectorFactory.register_connector(_NAME, __name__, _NAME)
+
+
+def _check_draft_layers(facts: VllmFacts) -> None:
+    """Raise LayoutError if there are any: KV of their page's last token depends on the next one, which the name leaves out."""
+    if draft := next((layer for layer in facts.layers if layer.is_draft), None):
+        raise LayoutError(
+            f"layer {draft.name} of group {draft.group} is a draft model's, and the store keeps none: leave out "
+            "--speculative-config, or use a method without a draft model (ngram, suffix)"
+        )
 
 
 def _check_settings(vllm_config: Any) -> None:

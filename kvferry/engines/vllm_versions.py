@@ -73,11 +73,12 @@ USED: Final[dict[str, tuple[str, ...]]] = {
     # Configuration
     "vllm.config:VllmConfig": (
         "model_config", "parallel_config", "cache_config", "scheduler_config", "compilation_config", "kv_transfer_config",
-        "lora_config", "speculative_config",
+        "lora_config", "speculative_config", "attention_config",
     ),
     "vllm.config:ModelConfig": (
         "model", "dtype", "use_mla", "get_total_num_kv_heads", "get_layers_start_end_indices", "get_vocab_size", "max_model_len",
-        "hf_config", "hf_overrides", "quantization", "revision", "runner_type", "is_encoder_decoder", "architecture",
+        "hf_config", "hf_text_config",
+        "hf_overrides", "quantization", "revision", "runner_type", "is_encoder_decoder", "architecture",
     ),
     "vllm.config:ParallelConfig": (
         "tensor_parallel_size", "pipeline_parallel_size", "rank", "decode_context_parallel_size",
@@ -89,14 +90,17 @@ USED: Final[dict[str, tuple[str, ...]]] = {
     "vllm.config:CompilationConfig": ("static_forward_context",),
     "vllm.config:KVTransferConfig": ("kv_role", "engine_id", "kv_connector_extra_config", "kv_load_failure_policy"),
     "vllm.config:LoRAConfig": ALL,
-    "vllm.config:SpeculativeConfig": ("method",),
+    "vllm.config:SpeculativeConfig": ("method", "draft_model_config", "parallel_drafting", "use_multi_module_mtp"),
+    "vllm.config.attention:AttentionConfig": ("resolve_indexer_kv_dtype",),
     # The KV cache; the other classes of specs are found in their module
     f"{_SPECS}:AttentionSpec": (
         "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "num_head_slots",
         "state_content_bytes", "tokens_per_state",
     ),
     f"{_SPECS}:SlidingWindowSpec": ("sliding_window",),
-    f"{_SPECS}:MLAAttentionSpec": ("model_version", "cache_role"),
+    f"{_SPECS}:MLAAttentionSpec": ("model_version", "cache_role", "cache_dtype_str"),
+    f"{_SPECS}:SlidingWindowMLASpec": ("model_version", "cache_dtype_str", "bounded_replay"),
+    "vllm.model_executor.models.deepseek_v2:DeepseekV32IndexerCache": ("get_attn_backend", "uses_shuffled_layout"),
     f"{_SPECS}:UniformTypeKVCacheSpecs": ("kv_cache_specs",),
     f"{_SPECS}:KVCacheConfig": ALL,
     f"{_SPECS}:KVCacheGroupSpec": ALL,

@@ -65,12 +65,14 @@ class Case:
 
     Args:
         kind: Model class of transformers, without "ForCausalLM".
+        draft: Method of speculative decoding, with a draft model of random weights: "eagle3" or "mtp".
         sizes: Of its configuration, besides `SIZES`.
         settings: Of ``vllm.LLM``.
         connector: Class of recording_connector.py.
     """
 
     kind: str = "Llama"
+    draft: str = ""
     sizes: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     connector: str = "RecordingConnector"
@@ -92,6 +94,8 @@ CASES = {
     "qwen3-block128": Case(kind="Qwen3", sizes={"num_key_value_heads": 2}, settings={"block_size": 128}),
     "mla": Case(kind="DeepseekV3", sizes=LATENT),
     "mla-tp2": Case(kind="DeepseekV3", sizes=LATENT, settings=TP2),
+    "llama-eagle3": Case(draft="eagle3", sizes={"num_key_value_heads": 2}, settings={"block_size": 32}),
+    "mla-mtp-tp2": Case(draft="mtp", kind="DeepseekV3", sizes=LATENT, settings=TP2),
     "gemma3": Case(kind="Gemma3", sizes=WINDOWS, settings={"block_size": 32}),
     "gemma3-tp2": Case(kind="Gemma3", sizes=WINDOWS, settings={**TP2, "block_size": 32}),
     "gemma3-groups": Case(kind="Gemma3", sizes=WINDOWS, settings={"block_size": 32}, connector=GROUPS),
@@ -111,6 +115,18 @@ def make_model(case: Case, directory: Path) -> None:
     torch.manual_seed(1234)
     model = getattr(transformers, f"{case.kind}ForCausalLM")(config).float().eval()
     model.save_pretrained(directory)
+
+
+def speculative(case: Case, model: Path) -> dict[str, Any] | None:
+    """Make the draft model; return the settings of vLLM with it."""
+    from tests.vllm.drafts import add_mtp_layer, make_eagle3
+
+    if case.draft == "eagle3":
+        return {"method": "eagle3", "model": str(make_eagle3(model.with_name("draft"), model)), "num_speculative_tokens": 2}
+    if case.draft == "mtp":
+        add_mtp_layer(model)
+        return {"method": "mtp", "num_speculative_tokens": 1}
+    return None
 
 
 def record(name: str, target: Path) -> None:
@@ -137,6 +153,7 @@ def run(case: Case, place: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 1 << 23} | case.settings
     llm = LLM(
         model=str(place / "model"),
+        speculative_config=speculative(case, place / "model"),
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_num_seqs=2,

@@ -65,6 +65,7 @@ def config(*, model: str = "", **changes: Any) -> Any:
             "dtype": torch.float32, "use_mla": False, "get_total_num_kv_heads": lambda: 2, "runner_type": "generate",
             "model": model, "is_encoder_decoder": False, "architecture": "LlamaForCausalLM",
             "get_layers_start_end_indices": stages, "hf_config": SimpleNamespace(to_dict=lambda: dict(LLAMA)), "hf_overrides": {},
+            "hf_text_config": SimpleNamespace(num_hidden_layers=4),
             "quantization": None, "revision": None,
         },
         "parallel_config": {
@@ -74,8 +75,14 @@ def config(*, model: str = "", **changes: Any) -> Any:
         "cache_config": {"cache_dtype": "auto", "enable_prefix_caching": True},
         "compilation_config": {"static_forward_context": {name_of(layer): module() for layer in range(4)}},
         "kv_transfer_config": {"kv_role": "kv_producer"},
+        "attention_config": {"resolve_indexer_kv_dtype": lambda default: default},
         "lora_config": {},
-        "speculative_config": {},
+        "speculative_config": {
+            "use_multi_module_mtp": lambda: False, "parallel_drafting": False,
+            "draft_model_config": SimpleNamespace(
+                model=model, use_mla=False, get_total_num_kv_heads=lambda: 4, quantization=None
+            ),
+        },
     }  # fmt: skip
     made = {name: SimpleNamespace(**{**plain, **changes.get(name, {})}) for name, plain in parts.items()}
     for name in ("lora_config", "speculative_config"):
@@ -132,8 +139,29 @@ def test_windows_scales_states_and_packings() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"head_size": 132, "cache_role": "indexer"}, ("indexer_fp8", 128, 4)),
+        ({"head_size": 576, "state_content_bytes": 656, "cache_dtype_str": "fp8_ds_mla"}, ("fp8_ds_mla", 656, 0)),
+        ({"head_size": 576, "state_content_bytes": 352, "cache_dtype_str": "nvfp4_ds_mla"}, ("nvfp4_ds_mla", 352, 0)),
+        (
+            {"head_size_v": 32, "state_content_bytes": 72, "kv_quant_mode": SimpleNamespace(name="FP8_PER_TOKEN_HEAD")},
+            ("fp8_per_token_head", 36, 36),
+        ),
+    ],
+)
+def test_rows_of_values_and_scales(changes: dict[str, Any], found: tuple[str, int, int]) -> None:
+    layer = read_facts(config(), groups(attention_spec(**{"head_size_v": 0, "dtype": torch.uint8, **changes}))).layers[0]
+    assert (layer.row_format, layer.k_head_dim, layer.v_head_dim) == found and not layer.is_packed_otherwise
+
+
+@pytest.mark.parametrize(
     "changes",
     [
+        {"head_size": 68, "head_size_v": 0, "cache_role": "indexer"},
+        {"state_content_bytes": 40, "kv_quant_mode": SimpleNamespace(name="INT4_PER_TOKEN_HEAD")},
+        {"head_size_v": 64, "state_content_bytes": 104, "kv_quant_mode": SimpleNamespace(name="FP8_PER_TOKEN_HEAD")},
+        {"bounded_replay": True},
         {"num_head_slots": 4}, {"tokens_per_state": 4}, {"model_version": "deepseek_v4"},
     ],
 )  # fmt: skip
@@ -144,7 +172,21 @@ def test_what_is_packed_otherwise(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "name", "value"),
     [
-        ({"speculative_config": {"method": "eagle"}}, "speculative decoding", "eagle"),
+        (
+            {"speculative_config": {"method": "dflash"}},
+            "speculative decoding",
+            "dflash; use eagle, eagle3, mtp, draft_model, ngram, ngram_gpu, suffix, medusa, mlp_speculator",
+        ),
+        (
+            {"speculative_config": {"method": "ngram"}, "parallel_config": {"pipeline_parallel_size": 2}},
+            "speculative decoding with pipeline stages",
+            "ngram; use pipeline_parallel_size 1",
+        ),
+        (
+            {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2, "use_multi_module_mtp": lambda: True}},
+            "speculative decoding with several MTP modules",
+            "mtp; use num_speculative_tokens 1",
+        ),
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size", "2"),
         ({"parallel_config": {"prefill_context_parallel_size": 4}}, "prefill_context_parallel_size", "4"),
         ({"model_config": {"runner_type": "pooling"}}, "runner", "pooling"),
@@ -156,6 +198,24 @@ def test_features_that_change_kv_are_told(changes: dict[str, Any], name: str, va
     assert facts.features == {name: value}
     with pytest.raises(ConfigError, match=name):
         describe(facts)
+
+
+@pytest.mark.parametrize(
+    ("method", "names", "are_draft"),
+    [
+        ("eagle3", ["model.layers.3.self_attn.attn", "model.layers.4.self_attn.attn"], [False, True]),
+        ("mtp", ["model.layers.3.self_attn.attn", "model.layers.4.mtp_block.self_attn.attn"], [False, True]),
+        ("mtp", ["model.layers.0.self_attn.attn", "mtp.layers.0.self_attn.attn"], [False, True]),
+        ("draft_model", ["model.layers.0.self_attn.attn", "draft_model.model.layers.0.self_attn.attn"], [False, True]),
+        ("ngram", ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"], [False, False]),
+    ],
+)
+def test_draft_layers(method: str, names: list[str], are_draft: list[bool]) -> None:
+    group = SimpleNamespace(layer_names=names, kv_cache_spec=attention_spec())
+    cache = SimpleNamespace(kv_cache_groups=[group], num_blocks=9, kv_cache_layout="LBNHC")
+    facts = read_facts(config(speculative_config={"method": method}), cache)
+    assert [layer.is_draft for layer in facts.layers] == are_draft
+    assert facts.draft_num_kv_heads == (4 if any(are_draft) else 0)
 
 
 def test_layers_that_use_the_kv_of_others_are_told() -> None:
@@ -193,3 +253,30 @@ def test_model_fields_are_those_of_an_embedded_node(tmp_path: Path) -> None:
     assert model_fields(config(model=str(tmp_path), lora_config=lora)) == {**plain, "engine.lora": settings}
     stored = SimpleNamespace(to_dict=dict, quantization_config={"quant_method": "fp8"})
     assert model_fields(config(model=str(tmp_path), model_config={"hf_config": stored, "quantization": "fp8"})) == plain
+
+
+def test_model_fields_of_a_draft_model(tmp_path: Path) -> None:
+    """Drafts depend on the draft model's weights, and tokens do not. So nothing but these fields would notice another one."""
+    model, draft = tmp_path / "model", tmp_path / "draft"
+    for directory, architecture in ((model, "LlamaForCausalLM"), (draft, "LlamaForCausalLMEagle3")):
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(LLAMA | {"architectures": [architecture]}), encoding="utf-8")
+        save_file({"model.norm.weight": torch.ones(4)}, directory / "model.safetensors")
+    plain = model_fields(config(model=str(model)))
+    assert model_fields(config(model=str(model), speculative_config={"method": "ngram"})) == plain
+    mtp = plain | {"engine.speculative_config": '{"method": "mtp"}'}
+    assert model_fields(config(model=str(model), speculative_config={"method": "mtp"})) == mtp
+    eagle = {"method": "eagle3", "draft_model_config": SimpleNamespace(model=str(draft), quantization="fp8")}
+    found = model_fields(config(model=str(model), speculative_config=eagle))
+    added = {name: value for name, value in found.items() if plain.get(name) != value}
+    assert added.pop("engine.speculative_config") == '{"method": "eagle3", "quantization": "fp8"}'
+    assert added.keys() == {"draft.architecture", "draft.config", "draft.weights"}
+
+
+def test_indexers_that_are_packed_otherwise() -> None:
+    """In mxfp4, or in the order of ROCm's kernels."""
+    indexer = groups(attention_spec(head_size=132, head_size_v=0, cache_role="indexer"))
+    mxfp4 = config(attention_config={"resolve_indexer_kv_dtype": lambda default: "mxfp4"})
+    shuffled = config(compilation_config={"static_forward_context": {name_of(0): module(uses_shuffled_layout=True)}})
+    for other in (mxfp4, shuffled):
+        assert read_facts(other, indexer).layers[0].is_packed_otherwise

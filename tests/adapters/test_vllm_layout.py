@@ -21,7 +21,7 @@ from embedded_engine.model_files import read_model_files
 from kvferry.engines.vllm_facts import LayerFacts, VllmFacts
 from kvferry.engines.vllm_layout import VllmLayout, WindowLayers, describe
 from kvferry.engines.vllm_windows import WindowTable
-from tests.adapters.vllm_memory import Memory, facts_of, placed, ranks, recorded
+from tests.adapters.vllm_memory import Memory, facts_of, placed, placed_apart, ranks, recorded, sparse_layers
 from transfer.copy import head_slice_copier
 from transfer.errors import LayoutError
 from transfer.layer_groups import NO_PAGE, layer_groups
@@ -29,17 +29,21 @@ from transfer.layout import (
     DType,
     HeadSlice,
     LayerKind,
+    LayerSpec,
     Range,
     Route,
+    Shard,
     TokenOrder,
     WireBuffer,
     routes,
     wire_buffers,
+    wire_bytes,
 )
 
 MOVABLE = (
     "llama-block32", "llama-block128", "llama-tp2-block32", "llama-tp2-block128", "llama-tp2-one-head", "llama-pp2",
     "llama-head80-bfloat16", "llama-kv-bfloat16", "llama-fp8", "qwen3-block128", "mla", "mla-tp2", "gemma3", "gemma3-tp2",
+    "llama-eagle3", "mla-mtp-tp2",
 )  # fmt: skip
 
 
@@ -59,7 +63,7 @@ class Rank:
     def fill(self, blocks: list[int], tokens: range) -> dict[tuple[int, bool], Tensor]:
         """Put numbers where vLLM keeps the KV of some tokens; returns them as [tokens, heads, dim] by (layer, is_v)."""
         kept: dict[tuple[int, bool], Tensor] = {}
-        is_latent = self.described.layout.layers[0].kind is LayerKind.MLA  # and so the same on all ranks
+        is_latent = any(layer.kind is LayerKind.MLA for layer in self.described.layout.layers)  # and so the same on all ranks
         generator = torch.Generator().manual_seed(0 if is_latent else self.described.shard.rank)
         for index, layer in self.numbered():
             for is_v in (False, True)[: 2 if layer.v_head_dim else 1]:
@@ -94,12 +98,15 @@ def assert_moves(rank: Rank) -> None:
     within = range(tokens.begin, tokens.end)
     kept = rank.fill(blocks, within)
     pool = rank.described.pool(rank.memory.caches)
-    [part] = pool.parts
-    heads = Range(begin=0, end=part.num_heads(part.layers[0]))
-    plan = head_slice_copier(part, heads=heads, wire_dtype=part.element).plan(rank.buffers(tokens, 0))
-    wire = torch.zeros(plan.num_wire_bytes, dtype=torch.uint8)
-    plan.gather(torch.tensor(blocks), wire)
-    for buffer in plan.buffers:
+    buffers = rank.buffers(tokens, 0)
+    wire = torch.zeros(buffers[-1].offset_bytes + buffers[-1].num_bytes, dtype=torch.uint8)
+    plans = []
+    for part in pool.parts:
+        heads = Range(begin=0, end=part.num_heads(part.layers[0]))
+        mine = [buffer for buffer in buffers if buffer.layer in part.layers]
+        plans.append(head_slice_copier(part, heads=heads, wire_dtype=part.element).plan(mine))
+        plans[-1].gather(torch.tensor(blocks), wire)
+    for buffer in buffers:
         found = wire[buffer.offset_bytes : buffer.offset_bytes + buffer.num_bytes]
         values = kept[buffer.layer, buffer.is_v]
         assert torch.equal(found, values.reshape(-1).view(torch.uint8)), f"layer {buffer.layer}"
@@ -112,7 +119,8 @@ def assert_moves(rank: Rank) -> None:
             rank.memory.elements(layer.name)[places] = kept[index, is_v].view(-1)
     rank.memory.bytes = before
     assert not torch.equal(before, expected)
-    plan.scatter(torch.tensor(others), wire)
+    for plan in plans:
+        plan.scatter(torch.tensor(others), wire)
     assert torch.equal(before, expected)
 
 
@@ -234,6 +242,16 @@ def test_an_embedded_node_of_the_same_model_can_be_joined(case: str, windows: Wi
     assert fields == {name: value for name, value in embedded.fields.items() if name != "weights"}
 
 
+def test_draft_layers_follow_the_layers_of_the_model() -> None:
+    """They are computed after all of them, whatever their number and their place among the groups."""
+    draft = tuple(replace(layer, name=f"draft_model.{layer.name}", is_draft=True) for layer in LLAMA.layers[:2])
+    described = describe(replace(LLAMA, layers=(*draft, *LLAMA.layers[::-1]), draft_num_kv_heads=4))
+    assert list(described.layer_ends.items()) == [(layer.name, end) for end, layer in enumerate((*LLAMA.layers, *draft), 1)]
+    without = describe(LLAMA).layout
+    assert described.layout.differences(without) == ["layers[0:4]: absent != attention kv_heads=4 k_dim=32 v_dim=32 window=0",
+        "layers[0:6]: attention kv_heads=4 k_dim=32 v_dim=32 window=0 != absent", "num_layers: 6 != 4"]  # fmt: skip
+
+
 # GPUs: shapes by the rules of vLLM's source, in host memory
 
 
@@ -274,6 +292,7 @@ def gpu_rank(
     return Rank(facts=facts, memory=Memory(tensors, num_bytes), described=describe(facts))
 
 
+TOKENS = Range(begin=0, end=100)
 ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
@@ -304,6 +323,102 @@ def test_bytes_of_fp8_with_a_scale_for_each_layer() -> None:
     assert rank.described.layout.dtype is DType.BFLOAT16
     assert rank.described.kv_scales == ((0.5, 2.0),) * 3
     assert_moves(rank)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("row_format", ["fp8_per_token_head", "int8_per_token_head"])
+def test_bytes_of_scales_of_each_token_and_head(row_format: str, order: str) -> None:
+    """The scales are behind K and behind V of their token and head, and are moved with them."""
+    more = {"dtype": "uint8", "quant_mode": row_format.upper(), "row_format": row_format}
+    rank = gpu_rank(gpu_layers("TRITON_ATTN", 68, 68, block_size=16, **more), order, dtype="uint8", cache_dtype=row_format)
+    assert rank.described.layout.layers[0] == LayerSpec(num_kv_heads=4, k_head_dim=68, v_head_dim=68, dtype=DType.INT8)
+    assert rank.described.row_formats == {"engine.kv_rows": row_format} and not rank.described.kv_scales
+    assert_moves(rank)
+    with pytest.raises(LayoutError, match=r"backend FLASH_ATTN and rows of fp8_per_token_head with head dims 68 and 68"):
+        layers = tuple(replace(layer, backend="FLASH_ATTN", row_format="fp8_per_token_head") for layer in rank.facts.layers)
+        describe(replace(rank.facts, layers=layers)).pool(rank.memory.caches)
+
+
+def sparse_rank(row_format: str = "", *, block_size: int = 64, tensors_of: int = 0, **changes: Any) -> Rank:
+    layers = sparse_layers(3, block_size=block_size, row_format=row_format)
+    registered = [replace(layer, block_size=tensors_of or block_size) for layer in layers]
+    tensors, num_bytes = placed_apart(registered, num_blocks=10 * block_size // (tensors_of or block_size))
+    settings = {"layers": tuple(layers), "model_layers": (), "stage_layers": (3,), "model_dtype": "bfloat16", "num_blocks": 10}
+    facts = facts_of(recorded("mla")["rank0"]["facts"], **{**settings, **changes})
+    return Rank(facts=facts, memory=Memory(tensors, num_bytes), described=describe(facts))
+
+
+@pytest.mark.parametrize(
+    ("row_format", "latent"),
+    [
+        ("", LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=576, v_head_dim=0)),
+        ("fp8_ds_mla", LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=656, v_head_dim=0, dtype=DType.INT8)),
+        ("nvfp4_ds_mla", LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=352, v_head_dim=0, dtype=DType.INT8)),
+    ],
+)
+def test_bytes_of_sparse_attention(row_format: str, latent: LayerSpec) -> None:
+    """Indexers precede the attention of their layer, because they are computed before it."""
+    rank = sparse_rank(row_format)
+    indexer = LayerSpec(num_kv_heads=1, k_head_dim=128, v_head_dim=4, dtype=DType.INT8)
+    assert rank.described.layout.layers == (indexer, latent) * 3
+    assert list(rank.described.layer_ends)[:2] == ["model.layers.0.self_attn.indexer.k_cache", "model.layers.0.self_attn.attn"]
+    assert rank.described.row_formats == {"engine.kv_rows": ", ".join(sorted({row_format or "indexer_fp8", "indexer_fp8"}))}
+    assert_moves(rank)
+
+
+def test_latents_and_indexers_are_sent_by_one_rank_each() -> None:
+    """All tensor parallel ranks have them, so a decode rank gets them once, and the decode ranks share the prefill ranks."""
+    layout = sparse_rank("fp8_ds_mla").described.layout
+    for prefill, decode in ((2, 1), (1, 2), (4, 2), (2, 4)):
+        found = routes(layout, Shard(tp_size=prefill), Shard(tp_size=decode))
+        assert [route.decode_rank for route in found] == list(range(decode))
+        assert len({route.prefill_rank for route in found}) == min(prefill, decode)
+        sent = [
+            wire_bytes(layout, route, tokens=TOKENS, layers=route.layers, num_tokens=100, dtype=DType.BFLOAT16) for route in found
+        ]
+        assert sent == [100 * 3 * (656 + 132)] * decode
+
+
+def test_pipeline_stages_of_sparse_attention() -> None:
+    stages = {"pp_size": 2, "stage_layers": (3, 5)}
+    described = sparse_rank("fp8_ds_mla", **stages).described
+    assert described.layout.num_layers == 2 * 8 and described.shard.stage_layers == (6, 10)
+    assert described.shard.layers(described.layout) == Range(begin=0, end=6)
+    facts = sparse_rank(**stages).facts
+    with pytest.raises(LayoutError, match="the layers of this stage differ"):
+        describe(replace(facts, layers=facts.layers[:-1]))
+
+
+def test_indexers_that_are_refused() -> None:
+    divided = sparse_rank(block_size=128, tensors_of=64)
+    with pytest.raises(
+        LayoutError, match=r"indexer\.k_cache has a tensor .*\(20, 1, 64, 132\).*; start vLLM with --block-size 64"
+    ):
+        divided.described.pool(divided.memory.caches)
+    rank = sparse_rank()
+    name = "model.layers.0.self_attn.indexer.k_cache"
+    apart = torch.zeros(10, 1, 132, 64, dtype=torch.uint8).transpose(2, 3)
+    with pytest.raises(LayoutError, match="the tokens of an indexer's block must be one run"):
+        rank.described.pool({**rank.memory.caches, name: apart})
+
+
+def test_two_sides_with_other_rows_differ() -> None:
+    plain, rows = sparse_rank().described, sparse_rank("fp8_ds_mla").described
+    assert "layers[1:2]: mla kv_heads=1 k_dim=576 v_dim=0 window=0 != mla kv_heads=1 k_dim=656 v_dim=0 window=0 dtype=int8" in (
+        plain.layout.differences(rows.layout)
+    )
+
+
+def test_windows_of_latents() -> None:
+    """As other windows, but the same on all ranks."""
+    facts = sparse_rank("fp8_ds_mla", tp_size=4).facts
+    layers = [replace(layer, spec="SlidingWindowMLASpec", window_tokens=100) for layer in facts.layers[::2]]
+    described = describe(replace(facts, layers=tuple(layers)))
+    window = LayerSpec(
+        kind=LayerKind.SLIDING_WINDOW, num_kv_heads=1, k_head_dim=656, v_head_dim=0, window_tokens=100, dtype=DType.INT8
+    )
+    assert described.layout.layers == (window,) * 3
+    assert described.window_tables == (WindowTable(group=0, window_tokens=100, block_size=64),)
 
 
 @pytest.mark.parametrize(("backend", "v_dim", "order"), [("FLASHINFER", 64, "LBNHC"), ("FLASHMLA", 0, "LBHNC")])
@@ -370,6 +485,14 @@ STAGE = facts_of(ranks(recorded("llama-pp2"))[1]["facts"])
             with_layer(replace(LLAMA, tp_size=4, model_layers=(), total_num_kv_heads=3), num_kv_heads=1),
             r"layers\.3\.\S+ has 3 KV heads on 4 ranks; must divide them",
         ),
+        (
+            with_layer(
+                replace(LLAMA, tp_size=2, model_layers=(), total_num_kv_heads=2, draft_num_kv_heads=8),
+                num_kv_heads=1,
+                is_draft=True,
+            ),
+            r"layers\.3\.\S+ has 1 KV head on each of 2 ranks, and the model has 8",
+        ),
         # The layers of other stages
         (replace(STAGE, layers=STAGE.layers[:1]), r"stage 1 keeps KV of layers 2; with pipeline stages .* here \[2, 4\)"),
         (with_layer(STAGE, v_head_dim=64), r"layer 3 keeps .*v_head_dim=64.*; config\.json says .*v_head_dim=32"),
@@ -390,7 +513,7 @@ def pool_with(**changes: Any) -> None:
 
 def test_backends_and_instruction_sets_that_are_refused() -> None:
     with pytest.raises(
-        LayoutError, match=r"layers\.0\.\S+ has the attention backend ROCM_ATTN with head dims 32 and 32, whose blocks"
+        LayoutError, match=r"layers\.0\.\S+ has the attention backend ROCM_ATTN with head dims 32 and 32, which"
     ):
         pool_with(backend="ROCM_ATTN")
     with pytest.raises(

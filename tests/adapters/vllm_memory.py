@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.engines.vllm_facts import LayerFacts, VllmFacts
+from kvferry.engines.vllm_facts import INDEXER_ROWS, LayerFacts, VllmFacts
 from transfer.layout import LayerKind, LayerSpec
+
+ROW_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 
 RECORDED = {path.stem.removeprefix("vllm-0.32-"): path for path in (Path(__file__).parent / "recorded").glob("vllm-0.32-*.json")}
 
@@ -32,6 +34,40 @@ def facts_of(written: Mapping[str, Any], **changes: Any) -> VllmFacts:
     fields["layers"] = tuple(LayerFacts(**layer) for layer in fields["layers"])
     fields["model_layers"] = tuple(LayerSpec(**{**one, "kind": LayerKind(one["kind"])}) for one in fields["model_layers"])
     return dataclasses.replace(VllmFacts(**fields), **changes)
+
+
+def sparse_layers(num_layers: int, *, block_size: int, row_format: str = "", begin: int = 0) -> list[LayerFacts]:
+    """Caches of a DeepSeek-V3.2 on an NVIDIA GPU: each layer has an indexer and a latent. vLLM registers attention first.
+
+    Source: DeepseekV32IndexerCache in vllm/model_executor/models/deepseek_v2.py; MLAAttention.get_kv_cache_spec (0.32.0).
+    """
+    latent: dict[str, Any] = {"k_head_dim": 576, "dtype": "bfloat16"}
+    if row_format:
+        latent = {"k_head_dim": ROW_BYTES[row_format], "dtype": "uint8", "row_format": row_format, "quant_mode": "FP8_PER_TENSOR"}
+    common: dict[str, Any] = {"group": 0, "spec": "MLAAttentionSpec", "block_size": block_size, "num_kv_heads": 1}
+    indexer = {"k_head_dim": 128, "v_head_dim": 4, "dtype": "uint8", "row_format": INDEXER_ROWS}
+    kinds = [("attn", "FLASHMLA_SPARSE", latent), ("indexer.k_cache", "DEEPSEEK_V32_INDEXER", indexer)]
+    return [
+        LayerFacts(name=f"model.layers.{layer}.self_attn.{name}", backend=backend, **common, **rows)
+        for layer in range(begin, begin + num_layers)
+        for name, backend, rows in kinds
+    ]
+
+
+def placed_apart(layers: Sequence[LayerFacts], *, num_blocks: int) -> tuple[dict[str, dict[str, Any]], int]:
+    """Tensors of layers with rows of different lengths, in the order LBNHC, and the bytes of their allocation."""
+    tensors, end = {}, 0
+    for layer in layers:
+        size, content = getattr(torch, layer.dtype).itemsize, layer.k_head_dim + layer.v_head_dim
+        block = layer.block_size * content
+        tensors[layer.name] = {
+            "dtype": layer.dtype,
+            "shape": [num_blocks, 1, layer.block_size, content],
+            "stride": [block, content, content, 1],
+            "offset": end // size,
+        }
+        end += num_blocks * block * size
+    return tensors, end
 
 
 class Memory:
@@ -80,6 +116,9 @@ class Memory:
         token, head, element = position[:, None, None], torch.arange(heads)[None, :, None], torch.arange(dim)[None, None, :]
         begin = one["offset"] + table[token // kernel_size] * of_block + head * of_head
         inside = token % kernel_size
+        if layer.backend == "DEEPSEEK_V32_INDEXER":
+            # 128 values of each token, and behind all of them a scale of each.
+            return begin + (128 * kernel_size + 4 * inside if is_v else 128 * inside) + element
         if layer.backend == "CPU_ATTN":
             # K is [dim, token], and behind all of it V is [token, dim].
             return (

@@ -384,7 +384,7 @@ def test_a_workers_reports_within_steps() -> None:
         first, end = 16 * number, 16 * (number + 1)
         step = OutgoingStep(name="a|1", blocks=([number],), is_fresh=not number, first_token=first, num_computed=end)
         plan = StepMessage(steps=[step])
-        for layer in (*"0123", "shared"):
+        for layer in (*"0123", "shared", "3"):  # a draft layer, which is computed for each drafted token
             worker.layer_computed(plan, layer)
         assert len(reports) == 2 * (number + 1), "before the step ends"
         worker.computed(plan)
