@@ -1,0 +1,151 @@
+"""Speculative decoding: draft layers are moved like others, and both tokens and accepted drafts are those of one vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.samples import sample
+from tests.vllm.answers import MAX_TOKENS, client
+from tests.vllm.commands import MODEL_NAME, vllm_command, vllm_environment
+from tests.vllm.drafts import draft_layer_bytes, make_eagle3, make_few_words, make_latents_with_mtp
+from tests.vllm.instances import assert_nothing_is_left, connector, kvferry_metrics
+from tests.vllm.servers import Server, Servers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A model, and what vLLM needs for its drafts.
+
+    Args:
+        token_bytes: KV of a token in all layers, the draft layers included.
+        blocks: Tokens of a block on the prefill and on the decode side.
+    """
+
+    model: Path
+    speculative: Mapping[str, Any]
+    token_bytes: int
+    blocks: tuple[int, int]
+
+    def args(self, block: int) -> list[str]:
+        settings = ["--block-size", str(block), "--speculative-config", json.dumps(self.speculative)]
+        return [*settings, "--per-request-spec-decode-metrics", "summary"]
+
+
+FAMILIES = ("llama-eagle3", "llama-draft-model", "deepseek-mtp")
+
+
+@pytest.fixture(scope="module")
+def few_words(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    return make_few_words(tmp_path_factory.mktemp("models") / "few-words", model)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, few_words: Path) -> Family:
+    folder, model, blocks, num_drafts = tmp_path_factory.mktemp("drafts"), few_words, (32, 64), 1
+    match request.param:
+        case "llama-eagle3":
+            draft = make_eagle3(folder / "eagle3", model)
+            speculative: dict[str, Any] = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": 3}
+        case "llama-draft-model":
+            speculative = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+            num_drafts = json.loads((model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
+        case _:
+            model, blocks = make_latents_with_mtp(folder / "mtp"), (16, 16)
+            speculative = {"method": "mtp", "num_speculative_tokens": 1}
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    token_bytes = (config["num_hidden_layers"] + num_drafts) * draft_layer_bytes(config)
+    return Family(model=model, speculative=speculative, token_bytes=token_bytes, blocks=blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafted:
+    """Generated tokens and the number of drafts that were accepted, of each prompt."""
+
+    tokens: dict[int, tuple[int, ...]]
+    num_accepted: dict[int, int]
+
+    def differing(self, other: Drafted) -> list[int]:
+        return [length for length, count in self.num_accepted.items() if other.num_accepted[length] != count]
+
+
+async def drafted(url: str, prompts: Mapping[int, str]) -> Drafted:
+    """Ask for all prompts at once."""
+    async with client(url) as asking:
+
+        async def one(prompt: str) -> tuple[tuple[int, ...], int]:
+            completion = await asking.completions.create(
+                model=MODEL_NAME, prompt=prompt, max_tokens=MAX_TOKENS, temperature=0, extra_body={"return_token_ids": True}
+            )
+            assert completion.model_extra is not None and completion.choices[0].model_extra is not None
+            accepted = completion.model_extra["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
+            return tuple(completion.choices[0].model_extra["token_ids"]), accepted
+
+        found = dict(zip(prompts, await asyncio.gather(*map(one, prompts.values())), strict=True))
+    return Drafted(
+        tokens={length: tokens for length, (tokens, _) in found.items()},
+        num_accepted={length: accepted for length, (_, accepted) in found.items()},
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(servers: Servers, family: Family, prompts: Mapping[int, str]) -> Drafted:
+    """What one vLLM without a connector generates and accepts."""
+    command = vllm_command(family.model, args=family.args(family.blocks[0]))
+    plain = servers.start("drafts-reference", command, vllm_environment(in_core=True)).wait_ready()
+    found = asyncio.run(drafted(plain.url, prompts))
+    plain.kill()
+    assert sum(map(bool, found.num_accepted.values())) > len(prompts) / 2, "enough to see a change"
+    return found
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["tp2-to-tp1", "tp1-to-tp2"])
+def pair(
+    request: pytest.FixtureRequest,
+    vllm_server: Callable[..., Server],
+    route: Callable[..., Server],
+    family: Family,
+    expected: object,
+) -> Iterator[tuple[Server, Server, Server]]:
+    """Prefill, decode and router."""
+    roles = {"kv_producer": None, "kv_consumer": {"join_on_request": True}}
+    prefill, decode = (
+        vllm_server(
+            family.model,
+            tp=tp,
+            kv_transfer_config=connector(role, settings),
+            name=f"drafts-{role}-tp{tp}",
+            in_core=tp == 1,
+            args=[*family.args(block), "--max-num-batched-tokens", "128"],
+        )
+        for (role, settings), tp, block in zip(roles.items(), request.param, family.blocks, strict=True)
+    )
+    prefill.wait_ready()
+    decode.wait_ready()
+    router = route(prefill=[prefill], decode=[decode], name="drafts-route").wait_ready()
+    yield prefill, decode, router
+    for server in (router, prefill, decode):
+        server.kill()
+
+
+async def test_tokens_drafts_and_bytes(
+    pair: tuple[Server, Server, Server],
+    family: Family,
+    prompts: Mapping[int, str],
+    expected: Drafted,
+) -> None:
+    """A draft layer without the prompt's KV drafts other tokens, and most prompts have another number of accepted ones."""
+    prefill, decode, router = pair
+    found = await drafted(router.url, prompts)
+    assert found.tokens == expected.tokens
+    assert len(found.differing(expected)) <= 1, (found.num_accepted, expected.num_accepted)
+    assert_nothing_is_left(prefill, decode)
+    await asyncio.sleep(1.0)  # what a rank says of itself is half a second old
+    assert sample(kvferry_metrics(prefill), "kvferry_transferred_bytes_total") == sum(prompts) * family.token_bytes
+    assert sample(kvferry_metrics(decode), "kvferry_requests_total", role="decode", outcome="done") == len(prompts)
