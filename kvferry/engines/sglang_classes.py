@@ -88,6 +88,7 @@ class KvferryManager(BaseKVManager):
             timeout_s=meet_timeout_s if is_prefill else envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get(),
         )
         self.rows = MetadataRows(queue.metadata_buffers)
+        self._scheduler = queue.scheduler
         self.is_dummy_cp_rank = False
         parallel = get_parallel()
         self.dp_rank = parallel.attn_dp_rank if parallel.dp_size == 1 else args.system_dp_rank or 0
@@ -120,6 +121,12 @@ class KvferryManager(BaseKVManager):
             address="" if self._leader is None else self._leader.address,
         )
         register_rank(self._bootstrap_url, rank)
+
+    @property
+    def computing_stream(self) -> torch.cuda.Stream | None:
+        """Stream on which a stage may still compute the chunk that SGLang sends; None without pipeline stages."""
+        found: torch.cuda.Stream | None = self._scheduler.forward_stream if get_parallel().pp_size > 1 else None
+        return found
 
     def more_pages(self, state_indices: list[Any] | None) -> MorePages:
         """Return a prompt's pages in pools beside that of full attention, by the kind of layers."""
@@ -168,6 +175,7 @@ class KvferrySender(BaseKVSender):
         self.bootstrap_room = bootstrap_room
         self.prompt = OutgoingPrompt(mgr.prompts, bootstrap_room, read_note=mgr.rows.read)
         self._early_send_wait_event: DeviceEvent | None = None  # SGLang sets it
+        self._num_pages = 0
         parallel = get_parallel()
         is_free_to_choose = parallel.load_balance_method != "follow_bootstrap_room" and not req_has_disagg_prefill_dp_rank
         if mgr.dp_size > 1 and is_free_to_choose and parallel.attn_tp_rank == parallel.pp_rank == 0:
@@ -176,6 +184,7 @@ class KvferrySender(BaseKVSender):
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """Start to compute the prompt, for which decode waits."""
         assert aux_index is not None
+        self._num_pages = int(num_kv_indices)
         self.prompt.begin(int(num_kv_indices), aux_index)
 
     def pop_decode_prefix_len(self) -> int:
@@ -188,10 +197,12 @@ class KvferrySender(BaseKVSender):
         """Send the next tokens, which are computed."""
         assert num_kv_tokens is not None
         event, self._early_send_wait_event = self._early_send_wait_event, None
+        pages = np.asarray(kv_indices).tolist()
         if event is None and self.kv_mgr.is_on_gpu:
+            is_last = self.prompt.num_pages_sent + len(pages) == self._num_pages  # SGLang has waited for its result
             event = torch.cuda.Event()
-            event.record()
-        self.prompt.send(np.asarray(kv_indices).tolist(), num_kv_tokens, event, self.kv_mgr.more_pages(state_indices))
+            event.record(None if is_last else self.kv_mgr.computing_stream)
+        self.prompt.send(pages, num_kv_tokens, event, self.kv_mgr.more_pages(state_indices))
 
     def poll(self) -> int:
         return self.prompt.poll()
