@@ -352,6 +352,7 @@ class MetadataRows:
 def _check_supported(args: Any, server_args: Any, queue: Any, *, is_prefill: bool) -> None:
     """Raise ConfigError for a setting of SGLang that kvferry does not support yet."""
     parallel, disagg = get_parallel(), get_disagg()
+    has_windows = StateType.SWA in args.state_types
     for name, value, right in (
         ("pp_size on the decode side", 1 if is_prefill else parallel.pp_size, 1),
         ("nnodes", parallel.nnodes, 1),
@@ -361,6 +362,12 @@ def _check_supported(args: Any, server_args: Any, queue: Any, *, is_prefill: boo
         ("enable_hisparse", bool(getattr(queue.scheduler, "enable_hisparse", False)), False),
         ("enable_pd_role_switch", bool(server_args.enable_pd_role_switch), False),
         ("disaggregation_decode_allocation_policy", disagg.disaggregation_decode_allocation_policy, "early"),
+        # SGLang's cache would give later prompts whole pages of a window. Of the first, only the window's tokens are received.
+        (
+            "disaggregation_decode_enable_radix_cache with sliding windows",
+            not is_prefill and has_windows and bool(disagg.disaggregation_decode_enable_radix_cache),
+            False,
+        ),
     ):
         if value != right:
             raise ConfigError(f"{name} is {value}; with --disaggregation-transfer-backend kvferry it must be {right}")
