@@ -28,6 +28,7 @@ from transfer.config import DecodeNodeConfig
 from transfer.connector.attempt import IncomingObserver
 from transfer.connector.prefill_nodes import PrefillNodes, show_peers
 from transfer.connector.prefill_peer import PrefillPeer
+from transfer.connector.prefill_routing import group_of
 from transfer.connector.prompt import check_cache_salt, checked_prompt, checked_stop_tokens
 from transfer.connector.rank_report import RankReady
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, ResourceExhausted, TransferAborted, TransferError
@@ -63,8 +64,10 @@ class _Life:
         self.vocab_size = first.vocab_size
         self.eos_token_ids = frozenset(first.eos_token_ids)
         self.generation: DecodeRequests
+        self._group_size = config.placement.group_size
+        self._address = address
         self.peers = PrefillNodes(
-            _others(node.discovery.addresses, address),
+            self._group(node.discovery.addresses),
             config=config,
             hellos=hellos,
             security=node.security,
@@ -123,7 +126,6 @@ class _Life:
             can_overlap=all(hello.can_overlap for hello in hellos),
         )
         self.requests = self.generation.transfers
-        self._address = address
 
     def _on_peers_changed(self, node: DecodeNode) -> None:
         self.requests.peers_changed()
@@ -131,12 +133,12 @@ class _Life:
 
     def use(self, addresses: Iterable[str]) -> None:
         """Take the present addresses of the prefill nodes."""
-        self.peers.use(_others(addresses, self._address))
+        self.peers.use(self._group(addresses))
 
-
-def _others(addresses: Iterable[str], own: str) -> list[str]:
-    """Leave out this node: nodes that change their roles may all have the same list or name."""
-    return [address for address in addresses if address != own]
+    def _group(self, addresses: Iterable[str]) -> list[str]:
+        """Return the nodes to join. Leave out this node: nodes that change their roles may all have the same list or name."""
+        others = [address for address in addresses if address != self._address]
+        return group_of(others, chooser=self._address, size=self._group_size)
 
 
 class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer):

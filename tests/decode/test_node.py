@@ -270,3 +270,18 @@ async def test_an_empty_text_is_refused_where_the_tokenizer_begins_every_text_wi
     with pytest.raises(grpc.aio.AioRpcError, match="prompt is empty; it must have at least one character"):
         await anext(node.Generate(pb.GenerateRequest(prompt="", max_new_tokens=4), cast(Any, LocalContext())))
     await node.end_life(PeerUnreachable("the test is over"))
+
+
+async def test_a_node_joins_its_group_of_the_listed_prefill_nodes(tmp_path: Path) -> None:
+    Tokenizer(models.WordLevel({"word": 0}, unk_token="word")).save(str(tmp_path / "tokenizer.json"))
+    listed = [f"127.0.0.1:{port}" for port in range(1, 9)]
+    node = DecodeNode(DAEMON, decode_config(tmp_path, placement={"group_size": 3}))
+    await node.begin_life((hello(0),))
+    assert node.life is not None
+    node.life.use(listed)
+    group = [peer.address for peer in node.life.peers.peers]
+    assert len(group) == 3 and set(group) < set(listed)
+    node.life.use([address for address in listed if address != group[0]])
+    named = [peer.address for peer in node.life.peers.peers if peer.unnamed_s is None]
+    assert len(named) == 3 and set(group[1:]) < set(named), "another node takes the place"
+    await node.end_life(PeerUnreachable("the test is over"))

@@ -15,6 +15,7 @@ from transfer.connector.prefill_routing import (
     Candidate,
     PrefixMemory,
     block_hashes,
+    group_of,
     place,
 )
 
@@ -156,3 +157,27 @@ def test_memory_is_bounded_and_beginnings_outlive_ends() -> None:
     assert memory.held(block_hashes(prompt(2, first=5000))) == {2: 2 * BLOCK_TOKENS}
     memory.sent(block_hashes(prompt(50)), 3)
     assert len(memory) == 4 and memory.held(block_hashes(prompt(50)))[3] == 4 * BLOCK_TOKENS
+
+
+def test_each_decode_node_joins_others_and_every_prefill_node_has_some() -> None:
+    nodes = [f"10.0.{number // 256}.{number % 256}:7100" for number in range(256)]
+    groups = [group_of(nodes, chooser=f"10.1.0.{number}:7100", size=32) for number in range(256)]
+    assert all(len(group) == 32 and group == sorted(group, key=nodes.index) for group in groups)
+    joins = Counter(node for group in groups for node in group)
+    assert set(joins) == set(nodes) and max(joins.values()) < 2 * 32, "32 on average"
+    assert group_of(nodes, chooser="10.1.0.7:7100", size=32) == groups[7], "also after a restart"
+
+
+def test_a_group_changes_only_by_who_left_and_who_took_the_place() -> None:
+    nodes = [f"prefill-{number}:1" for number in range(100)]
+    group = group_of(nodes, chooser="decode:1", size=10)
+    for gone in nodes:
+        left = group_of([node for node in nodes if node != gone], chooser="decode:1", size=10)
+        assert len(set(left) - set(group)) == (gone in group) and len(left) == 10
+    assert set(group_of([*nodes, "new:1"], chooser="decode:1", size=10)) <= {*group, "new:1"}
+
+
+def test_a_group_is_everybody_where_there_are_no_more() -> None:
+    nodes = ["b:1", "a:1"]
+    assert [group_of(nodes, chooser="d:1", size=size) for size in (None, 2, 3)] == [nodes] * 3
+    assert len(group_of(nodes, chooser="d:1", size=1)) == 1

@@ -10,6 +10,7 @@ import pytest
 
 from tests.runtime.instances import decode_config, prefill_config
 from transfer.config import (
+    ConnectorConfig,
     DecodeNodeConfig,
     DiscoveryConfig,
     NodeConfig,
@@ -392,3 +393,8 @@ def test_a_prefix_is_worth_a_step_where_there_is_a_store(tmp_path: Path) -> None
     assert decode_config(tmp_path).prefix_tokens == 0 and decode_config(tmp_path, **store).prefix_tokens == 512
     assert decode_config(tmp_path, **store, placement={"prefix_tokens": 0}).prefix_tokens == 0
     assert decode_config(tmp_path, placement={"prefix_tokens": 4096}).prefix_tokens == 4096
+
+
+def test_an_engine_joins_every_node_that_a_request_may_name() -> None:
+    with pytest.raises(ConfigError, match=r"placement\.group_size is 4 \(from flag\); it must be null"):
+        load_config(ConnectorConfig, flags={"tls.insecure": 1, "placement.group_size": 4})

@@ -362,6 +362,15 @@ class ConnectorConfig(InstanceConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_group(self) -> Self:
+        if self.placement.group_size is not None:
+            raise ValueError(
+                f"placement.group_size is {self.placement.group_size}; it must be null, because requests of an engine name any "
+                "prefill node (join_on_request joins only those that are named)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_transport(self) -> Self:
         if self.transport.name == "inproc":
             raise ValueError("transport.name is inproc, which joins two ends of one process; an engine's ranks need another")

@@ -159,6 +159,12 @@ class PlacementConfig(Section):
             "tokens outstanding. 0 disables this. null: 512 with a store, otherwise 0."
         ),
     )
+    group_size: Count | None = Field(
+        default=None,
+        description=(
+            "Most prefill nodes that a decode node joins. Each decode node chooses others of the listed nodes. null joins all."
+        ),
+    )
 
 
 class BreakerConfig(Section):

@@ -15,8 +15,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from itertools import islice
 from typing import Final
 
@@ -72,6 +73,26 @@ def place(candidates: Sequence[Candidate], *, chooser: int, held_tokens: Mapping
     least = min(ranks)
     equal = [index for index, its_rank in enumerate(ranks) if its_rank == least]
     return min(equal, key=lambda index: _place_in_order(chooser, candidates[index].incarnation)) if len(equal) > 1 else equal[0]
+
+
+def group_of(addresses: Collection[str], *, chooser: str, size: int | None) -> list[str]:
+    """Return the prefill nodes that a decode node joins, in their order: all, or `size` of them.
+
+    Each decode node chooses others, so all prefill nodes get about the same number of joins. When the list changes, a group
+    changes only by the nodes that left and by those that take their places (docs/adr/0078). Source: rendezvous hashing (Thaler
+    and Ravishankar, 1996).
+
+    Args:
+        chooser: Address of the decode node.
+    """
+    if size is None or len(addresses) <= size:
+        return list(addresses)
+
+    def score(address: str) -> bytes:
+        return hashlib.blake2b(f"{chooser} {address}".encode(), digest_size=_HASH_BYTES).digest()
+
+    chosen = frozenset(nsmallest(size, addresses, key=score))
+    return [address for address in addresses if address in chosen]
 
 
 def told_tokens(told: int) -> int | None:
