@@ -24,6 +24,8 @@ _METHODS_WITHOUT_LAYERS: Final = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp
 INDEXER_ROWS: Final = "indexer_fp8"
 """Format of an indexer's rows: 128 values of 8 bits, and their scale. A block has the values of all tokens before the scales."""
 
+ROW_FORMATS: Final = ("fp8_ds_mla", "nvfp4_ds_mla", "fp8_per_token_head", "int8_per_token_head", INDEXER_ROWS)
+
 _INDEXER_BYTES: Final = (128, 4)
 _SCALE_BYTES: Final = 4
 _PER_HEAD_MODES: Final = ("FP8_PER_TOKEN_HEAD", "INT8_PER_TOKEN_HEAD")
@@ -300,7 +302,7 @@ def _rows(spec: Any, vllm_config: Any) -> tuple[str, int, int]:
     if getattr(spec, "cache_role", "sparse") == "indexer":
         if k_dim == sum(_INDEXER_BYTES) and vllm_config.attention_config.resolve_indexer_kv_dtype("fp8") == "fp8":
             return INDEXER_ROWS, *_INDEXER_BYTES
-    elif content is not None and not v_dim:
+    elif content is not None and getattr(spec, "cache_dtype_str", None) in ROW_FORMATS:
         return str(spec.cache_dtype_str), int(content), 0
     elif spec.kv_quant_mode.name in _PER_HEAD_MODES and k_dim == v_dim and content == 2 * (k_dim + _SCALE_BYTES):
         return spec.kv_quant_mode.name.lower(), content // 2, content // 2

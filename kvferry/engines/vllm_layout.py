@@ -27,7 +27,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvferry.engines.vllm_facts import INDEXER_ROWS, LayerFacts, VllmFacts
+from kvferry.engines.vllm_facts import INDEXER_ROWS, ROW_FORMATS, LayerFacts, VllmFacts
 from kvferry.engines.vllm_windows import WindowTable
 from transfer.errors import ConfigError, LayoutError
 from transfer.layer_groups import NO_PAGE, LayerGroup, layer_groups
@@ -372,16 +372,19 @@ def _check_layer(layer: LayerFacts, facts: VllmFacts) -> None:
     if layer.spec not in _KNOWN_SPECS:
         raise LayoutError(
             f"layer {layer.name} {_WHY_NOT.get(layer.spec, 'has a KV cache that kvferry does not know')} ({layer.spec}); "
-            "it cannot be moved yet"
+            f"it cannot be moved yet (KV cache group {layer.group}): serve the model without --kv-transfer-config"
         )
     if layer.is_packed_otherwise:
-        raise LayoutError(f"layer {layer.name} has something else in its blocks than K and V ({layer.spec}); cannot be moved yet")
+        raise LayoutError(
+            f"layer {layer.name} has rows in a format that kvferry does not know ({layer.spec}, {layer.dtype}, KV cache group "
+            f"{layer.group}); of formats with several kinds of values it moves {', '.join(ROW_FORMATS)}"
+        )
     is_scaled_float8 = layer.quant_mode == "FP8_PER_TENSOR" and facts.cache_dtype in _FLOAT8_SETTINGS and layer.num_scales == 1
     if layer.quant_mode != "NONE" and not is_scaled_float8 and not layer.row_format:
         raise LayoutError(
             f"layer {layer.name} is quantised as {layer.quant_mode} (--kv-cache-dtype {facts.cache_dtype}, scales: "
-            f"{layer.num_scales}); of quantised caches fp8 (e4m3) with one scale per layer, fp8_per_token_head, "
-            "int8_per_token_head, fp8_ds_mla and nvfp4_ds_mla can be moved"
+            f"{layer.num_scales}, KV cache group {layer.group}); of quantised caches fp8 (e4m3) with one scale per layer, "
+            f"{', '.join(ROW_FORMATS)} can be moved"
         )
 
 

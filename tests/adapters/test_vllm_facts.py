@@ -161,6 +161,7 @@ def test_rows_of_values_and_scales(changes: dict[str, Any], found: tuple[str, in
         {"head_size": 68, "head_size_v": 0, "cache_role": "indexer"},
         {"state_content_bytes": 40, "kv_quant_mode": SimpleNamespace(name="INT4_PER_TOKEN_HEAD")},
         {"head_size_v": 64, "state_content_bytes": 104, "kv_quant_mode": SimpleNamespace(name="FP8_PER_TOKEN_HEAD")},
+        {"head_size_v": 0, "state_content_bytes": 448, "cache_dtype_str": "fp8_of_tomorrow"},
         {"bounded_replay": True},
         {"num_head_slots": 4}, {"tokens_per_state": 4}, {"model_version": "deepseek_v4"},
     ],

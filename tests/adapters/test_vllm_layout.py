@@ -439,7 +439,10 @@ def test_blocks_that_are_cut_for_the_kernel_and_cannot_be_joined() -> None:
 @pytest.mark.parametrize(
     ("case", "match"),
     [
-        ("qwen3-next", r"layer model\.layers\.0\.linear_attn keeps a recurrent state \(MambaSpec\); it cannot be moved yet"),
+        (
+            "qwen3-next",
+            r"layer model\.layers\.0\.linear_attn keeps a recurrent state \(MambaSpec\); it cannot be moved yet \(KV.* group \d",
+        ),
     ],
 )
 def test_recorded_instances_that_are_refused(case: str, match: str) -> None:
@@ -466,10 +469,16 @@ STAGE = facts_of(ranks(recorded("llama-pp2"))[1]["facts"])
     [
         (with_layer(LLAMA, spec="CrossAttentionSpec"), r"layer model\.layers\.3\.self_attn\.attn attends to an encoder's output"),
         (with_layer(LLAMA, spec="TomorrowSpec"), r"has a KV cache that kvferry does not know \(TomorrowSpec\)"),
-        (with_layer(LLAMA, is_packed_otherwise=True), r"layers\.3\.\S+ has something else in its blocks than K and V"),
+        (
+            with_layer(LLAMA, is_packed_otherwise=True),
+            r"layers\.3\.\S+ has rows .*, float32, KV cache group 0\); .*fp8_ds_mla",
+        ),
         (with_layer(FP8, quant_mode="INT8_PER_TOKEN_HEAD"), r"layers\.3\.\S+ is quantised as INT8_PER_TOKEN_HEAD"),
-        (replace(FP8, cache_dtype="fp8_e5m2"), r"is quantised as FP8_PER_TENSOR \(--kv-cache-dtype fp8_e5m2, scales: 1\)"),
-        (with_layer(FP8, num_scales=4), r"is quantised as FP8_PER_TENSOR \(--kv-cache-dtype fp8, scales: 4\)"),
+        (
+            replace(FP8, cache_dtype="fp8_e5m2"),
+            r"is quantised as FP8_PER_TENSOR \(--kv-cache-dtype fp8_e5m2, scales: 1, KV cache group 0\)",
+        ),
+        (with_layer(FP8, num_scales=4), r"is quantised as FP8_PER_TENSOR \(--kv-cache-dtype fp8, scales: 4, KV cache group 0\)"),
         (with_layer(LLAMA, dtype="bfloat16"), r"layers\.0\.\S+ keeps float32, \S+layers\.3\.\S+ bfloat16"),
         (replace(LLAMA, model_dtype="int8"), "--dtype has dtype int8"),
         (replace(STAGE, num_tables=2), "the layers have 2 block tables, and a stage does not know those of other .* stages"),
@@ -512,9 +521,7 @@ def pool_with(**changes: Any) -> None:
 
 
 def test_backends_and_instruction_sets_that_are_refused() -> None:
-    with pytest.raises(
-        LayoutError, match=r"layers\.0\.\S+ has the attention backend ROCM_ATTN with head dims 32 and 32, which"
-    ):
+    with pytest.raises(LayoutError, match=r"layers\.0\.\S+ has the attention backend ROCM_ATTN with head dims 32 and 32, which"):
         pool_with(backend="ROCM_ATTN")
     with pytest.raises(
         LayoutError, match=r"packs its blocks for amx, which kvferry cannot read; .*: start vLLM with --dtype float32"
