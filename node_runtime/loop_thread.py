@@ -105,7 +105,7 @@ class LoopThread:
     def check(self) -> None:
         """Raise LocalProtocolError if there was an unexpected error."""
         if self._broken is not None:
-            raise LocalProtocolError(f"kvferry cannot go on in this process: {self._broken!r}") from self._broken
+            raise LocalProtocolError(f"kvferry cannot continue in this process: {self._broken!r}") from self._broken
 
     def crash(self, error: BaseException) -> None:
         """Record an unexpected error, which `check()` raises from now on."""

@@ -3,7 +3,7 @@
 ::
 
     TransferError
-    ├ ConfigError (ValueError)        a setting is wrong; the message names it, its value, and what would be right
+    ├ ConfigError (ValueError)        a setting is wrong; the message names it, its value, and valid values
     ├ LayoutError (ValueError)        two sides, or a model and a parallel size, do not fit each other
     ├ ProtocolError
     │ ├ LocalProtocolError            this process broke a rule (a bug here)
@@ -12,16 +12,16 @@
     │ └ ChunkTooLarge                 a chunk can never fit the ring or a staging slot
     ├ TransportError
     │ ├ PeerUnreachable               no connection could be made
-    │ │ └ NodeDraining                the node takes no new work; another one will, or this one once it has started again
+    │ │ └ NodeDraining                the node accepts no new work; use another one, or wait for its restart
     │ ├ WriteFailed                   a write or receive ended in an error
     │ ├ TransportTimeout              a deadline passed
     │ └ TransportClosed               the session was closed while, or before, it was used
     ├ IntegrityError                  bytes arrived that are not the bytes that were sent
     ├ StoreFailed                     the store failed to write or read KV of a request that cannot run without it
-    ├ MemoryPlanError                 what was asked for does not fit the memory that there is
+    ├ MemoryPlanError                 the requested sizes do not fit the available memory
     ├ EngineError                     the engine could not load the model or run a step
     │ └ OutOfMemory (MemoryPlanError) memory ran out: the plan left too little, or something else took it
-    └ TransferAborted                 the transfer was given up on purpose
+    └ TransferAborted                 the transfer was cancelled on purpose
 
 "Not yet" (ring full, watermark behind, write pending) is a value, never one of these.
 """
@@ -32,7 +32,7 @@ class TransferError(Exception):
 
 
 class ConfigError(TransferError, ValueError):
-    """A setting is wrong; the message names the setting, its value, and what would be right."""
+    """A setting is wrong. The message names the setting, its value, and valid values."""
 
 
 class LayoutError(TransferError, ValueError):
@@ -52,7 +52,7 @@ class RemoteProtocolError(ProtocolError):
 
 
 class ResourceExhausted(TransferError):
-    """Staging memory (ring or slot) cannot serve what was asked."""
+    """Staging memory (ring or slot) has no room for the request."""
 
 
 class ChunkTooLarge(ResourceExhausted):
@@ -68,7 +68,7 @@ class PeerUnreachable(TransportError):
 
 
 class NodeDraining(PeerUnreachable):
-    """The node takes no new work, because somebody is about to stop it or to change it."""
+    """The node accepts no new work, because an operator stops or changes it."""
 
 
 class WriteFailed(TransportError):
@@ -92,7 +92,7 @@ class StoreFailed(TransferError):
 
 
 class MemoryPlanError(TransferError):
-    """What was asked for does not fit the memory that there is."""
+    """The requested sizes do not fit the available memory."""
 
 
 class EngineError(TransferError):
@@ -111,7 +111,7 @@ class EngineError(TransferError):
 
 
 class OutOfMemory(EngineError, MemoryPlanError):
-    """Memory ran out. The message names the work, the bytes asked for, the free bytes, and the settings to change.
+    """Memory ran out. The message names the work, the requested and free bytes, and the settings to change.
 
     The KV of the requests that it ended is not damaged.
     """
@@ -121,11 +121,11 @@ class OutOfMemory(EngineError, MemoryPlanError):
 
 
 class Preempted(TransferError):
-    """The prefill side's engine has taken the prompt's pages back, and computes it again later."""
+    """The prefill side's engine preempted the prompt, and computes it again later."""
 
 
 class TransferAborted(TransferError):
-    """The transfer was given up on purpose (client cancel, deadline, drain).
+    """The transfer was cancelled on purpose (client, deadline, drain).
 
     Attributes:
         is_by_operator: By an operator's Abort, and not by the client.

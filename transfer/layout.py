@@ -85,7 +85,7 @@ class Range:
         return self.begin <= index < self.end
 
     def intersect(self, other: Range) -> Range:
-        """Return the common part; if there is none, an empty range at the larger begin."""
+        """Return the common part, or an empty range at the larger begin."""
         begin = max(self.begin, other.begin)
         return Range(begin=begin, end=max(begin, min(self.end, other.end)))
 

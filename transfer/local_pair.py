@@ -358,7 +358,7 @@ class LocalPair:
             del self._transfers[transfer_id]
 
     def crash(self, error: BaseException) -> None:
-        """End all transfers with an error that nobody expected, for example one of a kernel."""
+        """End all transfers after an unexpected error, for example of a kernel."""
         for moving in self._transfers.values():
             moving.crash(error)
 

@@ -418,7 +418,7 @@ class RingView:
 
     @property
     def watermark(self) -> Watermark:
-        """The newest watermark that was taken in."""
+        """The newest watermark that was received."""
         return self._watermark
 
     def update(self, watermark: Watermark) -> bool:

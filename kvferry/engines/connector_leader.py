@@ -227,7 +227,7 @@ class ConnectorLeader:
         """Raise LocalProtocolError after an unexpected error, or if a rank is gone. The engine must stop."""
         self._thread.check()
         if self._broken:
-            raise LocalProtocolError(f"kvferry cannot go on in this instance: {self._broken}")
+            raise LocalProtocolError(f"kvferry cannot continue in this instance: {self._broken}")
 
     def close(self) -> None:
         """End everything, and wait for that at most `CLOSE_TIMEOUT_S`."""

@@ -21,7 +21,7 @@ def test_a_closed_loop_of_the_engine_does_not_end_kvferry() -> None:
         thread.check()
         thread.call(lambda: 1 // 0)
         thread.start(asyncio.sleep(0)).result(10.0)
-        with pytest.raises(LocalProtocolError, match="kvferry cannot go on in this process: ZeroDivisionError"):
+        with pytest.raises(LocalProtocolError, match="kvferry cannot continue in this process: ZeroDivisionError"):
             thread.check()
     finally:
         thread.release()
