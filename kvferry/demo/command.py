@@ -159,7 +159,7 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
     with view:
         model = options.model
         if model is None:
-            view.phase("the demo model" if options.model_kind is ModelKind.LLAMA else f"the demo model, {options.model_kind}")
+            view.phase(f"the demo model, {options.model_kind}, with random weights: its text has no meaning")
             model = await cached_demo_model(options.model_kind)
         await check_prompts_fit(model, prompts, options.max_new_tokens)
         dtype, own_dtype = chosen_dtype(options.dtype, model), model_dtype(model)
@@ -193,7 +193,7 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
                 drafts = await draft_counts(cluster)
                 prefill, decode = await cluster.prefill.status(), await cluster.decode.status()
                 if not any(request.error for request in requests):
-                    view.phase("waiting for the single process that the tokens are compared with")
+                    view.phase("waiting for the single-process reference")
                 results = await reference.results()
                 view.phase("stopping")
                 stopped = await cluster.stop()

@@ -25,20 +25,20 @@ _ROWS_BESIDE_REQUESTS: Final = 10  # phase, headings, ring bars
 _MAX_LINES: Final = 10
 
 LEGEND: Final = (
-    "transfer: from a prompt's first gather, while later chunks are still being computed, to its last release; "
-    "exposed: what of it comes after the last computed chunk; overlap: the rest."
+    "transfer: from a prompt's first gather, while later chunks are computed, to its last release; "
+    "exposed: the part after the last computed chunk; overlap: the rest."
 )
 GROUP_LEGEND: Final = (
-    "used: pages that all requests took, one after the other; more than there are were used again. Tokens behind a window, and "
-    "those that a state has taken in, need not travel."
+    "used: pages of all requests, one after the other; pages are used again. Tokens behind a window, and tokens in a state, "
+    "are not transferred."
 )
 OFFLOAD_LEGEND: Final = (
-    "hit tokens: of prompts, found in that tier and not sent by prefill. What of a long prompt arrives in host memory is not "
-    "copied there. Run the command again with the same directory: what this run has stored is found then."
+    "hit tokens: prompt tokens found in that tier, not sent by prefill. KV of a long prompt that arrives in host memory is not "
+    "counted as copied. Run the command again with the same directory to find the stored KV."
 )
 TIES: Final = (
-    "Computed in the model's own dtype ({dtype}): where logits tie under rounding, two correct runs may choose different tokens. "
-    "Without --dtype model, all compute in float32."
+    "Computed in the model's own dtype ({dtype}): if rounded logits tie, two correct runs can choose different tokens. "
+    "Without --dtype model, all sides compute in float32."
 )
 
 
@@ -128,7 +128,7 @@ def print_report(console: Console, report: DemoReport) -> None:
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    table = Table(title="what moved", title_justify="left", show_header=False)
+    table = Table(title="transfer summary", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for name, value in _rows(report):
@@ -159,10 +159,11 @@ def print_report(console: Console, report: DemoReport) -> None:
         say(TIES.format(dtype=report.dtype))
     say(cost_line(report))
     if report.is_success and not report.tokens_match:
-        say(f"All {report.requests} requests are complete, and no resource is left over.", "green")
+        say(f"PASS: all {report.requests} requests are complete, and no resource is left over.", "green")
     elif report.is_success:
         say(
-            f"All {report.generated_tokens:,} tokens of {report.requests} requests are those that a single process made.", "green"
+            f"PASS: all {report.generated_tokens:,} tokens of {report.requests} requests match the single-process reference.",
+            "green",
         )
     else:
         say(verdict(report), "bold red")
@@ -234,14 +235,14 @@ def _prefill_offload_table(offload: PrefillOffloadReport) -> Table:
 def cost_line(report: DemoReport) -> str:
     """Return the cost of the same transfer with a write for each token, layer and K/V slice of a route."""
     if not report.writes:
-        return "Nothing was moved."
+        return "Nothing was transferred."
     factor = report.writes_without_staging / report.writes
     kept = list(dict.fromkeys(group.keeps for group in report.groups if group.keeps != "state")) or ["K or V"]
     states = ", and one for each layer's state" if any(group.keeps == "state" for group in report.groups) else ""
     size = f"{report.bytes_moved / max(report.writes_without_staging, 1):,.0f} bytes"
     average = " on average" if len(report.groups) > 1 else ""
     return (
-        f"Without staging, each route takes one write for each token, layer and {' or '.join(kept)}{states}: "
+        f"Without staging, each route needs one write for each token, layer and {' or '.join(kept)}{states}: "
         f"{report.writes_without_staging:,} writes of {size}{average}. "
         f"Here: {report.writes:,} writes of {in_bytes(report.bytes_moved / report.writes)}, {factor:,.0f} times fewer."
     )
@@ -258,7 +259,7 @@ def verdict(report: DemoReport) -> str:
     if differing > 0:
         parts.append(f"{differing} of {report.requests} requests have other tokens than a single process")
     if report.leaks:
-        parts.append(f"{report.leaks} things are left over")
+        parts.append(f"{report.leaks} resources are left over")
     return "Failed: " + ", ".join(parts) + "."
 
 
@@ -274,7 +275,7 @@ def _rows(report: DemoReport) -> list[tuple[str, str]]:
         ("bytes moved", in_bytes(report.bytes_moved)),
         ("writes", f"{report.writes:,}"),
         ("writes without staging", f"{report.writes_without_staging:,}"),
-        ("chunks sent again", f"{report.resends:,}"),
+        ("resent chunks", f"{report.resends:,}"),
         ("transport", f"{report.transport}, {report.links} links, median {bandwidth:.1f} GB/s"),
         ("transfer p50 / p99", _milliseconds(report.transfer_seconds)),
         ("exposed p50 / p99", _milliseconds(report.exposed_seconds)),

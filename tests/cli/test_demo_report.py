@@ -65,7 +65,7 @@ def test_one_differing_request_fails_the_run(got: DemoRequest, right: ReferenceR
 def test_a_leak_fails_a_run_whose_tokens_are_right() -> None:
     report = report_of(*GOOD, leaked=("decode rank 0: ring_live_bytes is 5",))
     assert report.tokens_match and report.leaks == 1 and not report.is_success
-    assert "1 things are left over" in verdict(report)
+    assert "1 resources are left over" in verdict(report)
 
 
 @pytest.mark.parametrize(
