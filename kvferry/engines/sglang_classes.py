@@ -48,8 +48,8 @@ from transfer.layer_groups import GroupKind
 MAX_TOKEN_ID: Final = 2**31
 """SGLang uses hash values as the tokens of images. kvferry only compares token ids."""
 
-GROUPS_OF_STATES: Final = {StateType.SWA: GroupKind.WINDOW, StateType.MAMBA: GroupKind.STATE}
-"""SGLang's pools beside that of full attention, which it calls states."""
+GROUPS_OF_STATES: Final = {StateType.SWA: GroupKind.WINDOW, StateType.MAMBA: GroupKind.STATE, StateType.DSA: GroupKind.FULL}
+"""SGLang's pools beside that of full attention, which it calls states. The pages of sparse indexers are those of the KV."""
 
 log = structlog.get_logger(__name__)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from transfer.errors import LayoutError
@@ -21,8 +22,12 @@ from transfer.layer_groups import NO_PAGE, GroupKind, LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.pool.kv_pool import TORCH_DTYPES, LayerBuffers, PoolView
 
-MOVABLE_POOLS: Final = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool", "HybridLinearKVPool")
+PLAIN_POOLS: Final = ("MHATokenToKVPool", "MLATokenToKVPool", "DSATokenToKVPool")
+MOVABLE_POOLS: Final = (*PLAIN_POOLS, "SWAKVPool", "HybridLinearKVPool")
 """Classes of SGLang that are known. The last two consist of pools of the first two and, for recurrent layers, a `MambaPool`."""
+
+INDEX_SCALE_BYTES: Final = 4
+"""Of a token in the indexer of sparse attention (DeepSeek V3.2): one float32 for 128 values of 8 bits."""
 
 MOVABLE_DTYPES: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3)
 
@@ -112,14 +117,15 @@ def read_pool(
     layers = list(_layers(pool, cut, order))
     if draft_pool is not None:
         layers += _draft_layers(draft_pool, cut, order)
-    element = _element_of(layers)
+    model_dtype = _dtype(cut.dtype, "the model computes in")
+    element = _element_of(layers, model_dtype)
     own = StageLayers(
         specs=tuple(layer.spec for layer in layers),
         scales=tuple(layer.scales for layer in layers),
         num_pages=tuple(len(layer.buffers.k) for layer in layers),
     )
     stages = list(gather_stages(own))
-    layout = KVLayout(layers=sum((stage.specs for stage in stages), ()), dtype=_dtype(cut.dtype, "the model computes in"))
+    layout = KVLayout(layers=sum((stage.specs for stage in stages), ()), dtype=model_dtype)
     shard = Shard(
         tp_size=cut.tp_size,
         tp_rank=cut.tp_rank,
@@ -199,24 +205,46 @@ def _layers(pool: Any, cut: EngineCut, order: TokenOrder) -> Iterator[_Layer]:
         yield from _window_layers(pool, cut, order)
     elif kind == "HybridLinearKVPool":
         yield from _hybrid_layers(pool, cut, order)
-    elif kind in MOVABLE_POOLS:
+    elif kind in PLAIN_POOLS:
         end = pool.start_layer + pool.layer_num
         if cut.pp_size == 1 and (pool.start_layer, end) != (0, cut.num_layers):
             raise LayoutError(f"the pool has layers [{pool.start_layer}, {end}); must be all {cut.num_layers} of the model")
-        for index in range(pool.layer_num):
-            yield _attention(pool, index, cut, order, layer=pool.start_layer + index, num_heads=cut.num_kv_heads)
+        yield from _plain_layers(pool, cut, order, first=pool.start_layer, num_heads=cut.num_kv_heads)
     else:
         raise LayoutError(
             f"layer 0 is in a pool of class {kind}, which cannot be moved yet; must be one of {', '.join(MOVABLE_POOLS)}"
         )
 
 
+def _plain_layers(pool: Any, cut: EngineCut, order: TokenOrder, *, first: int, num_heads: int) -> Iterator[_Layer]:
+    for index in range(pool.layer_num):
+        if type(pool).__name__ == "DSATokenToKVPool":
+            yield from _indexer(pool, index, layer=first + index)
+        yield _attention(pool, index, cut, order, layer=first + index, num_heads=num_heads)
+
+
+def _indexer(pool: Any, index: int, *, layer: int) -> Iterator[_Layer]:
+    """Yield the indexer of a layer, if it has one: a page has the values of all tokens, then their scales."""
+    name, pages = f"indexer of layer {layer}", pool.index_k_with_scale_buffer[index]
+    if pool.index_kpool != 1:
+        raise LayoutError(f"{name} keeps a value for {pool.index_kpool} tokens, which cannot be moved yet; must be for one")
+    if not len(pages):
+        return  # it uses that of another layer
+    spec = LayerSpec(num_kv_heads=1, k_head_dim=pool.index_head_dim, v_head_dim=INDEX_SCALE_BYTES, dtype=DType.INT8)
+    num_values = pool.page_size * spec.k_head_dim
+    if pages.dtype.itemsize != 1 or pages.shape[1] != num_values + pool.page_size * INDEX_SCALE_BYTES or torch.version.hip:
+        raise LayoutError(f"{name} is {pages.dtype} {tuple(pages.shape)}; only that of NVIDIA GPUs can be moved: a page of bytes")
+    values, scales = pages.view(torch.int8).split((num_values, pages.shape[1] - num_values), dim=1)
+    shape = (pool.page_size, 1, -1)
+    yield _Layer(name=name, spec=spec, buffers=LayerBuffers(k=values.unflatten(1, shape), v=scales.unflatten(1, shape)))
+
+
 def _window_layers(pool: Any, cut: EngineCut, order: TokenOrder) -> Iterator[_Layer]:
     for layer, (index, is_window) in sorted(pool.layers_mapping.items()):
         if not is_window:
-            yield _attention(pool.full_kv_pool, index, cut, order, layer=layer, num_heads=cut.num_kv_heads)
+            yield _attention(_kv_pool(pool.full_kv_pool, layer), index, cut, order, layer=layer, num_heads=cut.num_kv_heads)
             continue
-        found = _attention(pool.swa_kv_pool, index, cut, order, layer=layer, num_heads=cut.window_kv_heads)
+        found = _attention(_kv_pool(pool.swa_kv_pool, layer), index, cut, order, layer=layer, num_heads=cut.window_kv_heads)
         if found.spec.kind is not LayerKind.ATTENTION or cut.window_tokens < 1:
             raise LayoutError(f"layer {layer} keeps a window of latents, or of unknown size, which cannot be moved yet")
         yield replace(found, spec=replace(found.spec, kind=LayerKind.SLIDING_WINDOW, window_tokens=cut.window_tokens))
@@ -230,18 +258,28 @@ def _hybrid_layers(pool: Any, cut: EngineCut, order: TokenOrder) -> Iterator[_La
     states: dict[int, int] = {layer: index for index, layer in enumerate(pool.mamba_pool.mamba_layer_ids)}
     for layer in sorted({*attention, *states}):
         if layer in attention:
-            yield _attention(pool.full_kv_pool, attention[layer], cut, order, layer=layer, num_heads=cut.num_kv_heads)
+            yield _attention(
+                _kv_pool(pool.full_kv_pool, layer), attention[layer], cut, order, layer=layer, num_heads=cut.num_kv_heads
+            )
         if layer in states:
             yield from _state(pool.mamba_pool, states[layer], cut, layer=layer)
+
+
+def _kv_pool(pool: Any, layer: int) -> Any:
+    """Return a part of a pool, which holds `layer`."""
+    kind = type(pool).__name__
+    if kind not in ("MHATokenToKVPool", "MLATokenToKVPool"):
+        raise LayoutError(f"layer {layer} is in a pool of class {kind}, which cannot be moved yet; must be MHATokenToKVPool")
+    return pool
 
 
 def _draft_layers(pool: Any, cut: EngineCut, order: TokenOrder) -> Iterator[_Layer]:
     """Yield the layers of a draft model. SGLang gives them the pages of the model's own full attention."""
     kind = type(pool).__name__
-    if kind not in ("MHATokenToKVPool", "MLATokenToKVPool"):
+    if kind not in PLAIN_POOLS:
         raise LayoutError(
-            f"layer 0 of the draft model is in a pool of class {kind}, which cannot be moved yet; must be MHATokenToKVPool or "
-            "MLATokenToKVPool, or SGLang without speculative decoding"
+            f"layer 0 of the draft model is in a pool of class {kind}, which cannot be moved yet; must be one of "
+            f"{', '.join(PLAIN_POOLS)}, or SGLang without speculative decoding"
         )
     if getattr(pool, "kv_cache_layout", "nhd") != order.lower():
         raise LayoutError(f"the draft model is stored as {pool.kv_cache_layout}, the model as {order.lower()}; must be alike")
@@ -249,8 +287,7 @@ def _draft_layers(pool: Any, cut: EngineCut, order: TokenOrder) -> Iterator[_Lay
         raise LayoutError(
             "layer 0 of the draft model has an unknown number of KV heads; must be EAGLE, MTP or a standalone model"
         )
-    for index in range(pool.layer_num):
-        yield _attention(pool, index, cut, order, layer=cut.num_layers + index, num_heads=cut.draft_kv_heads)
+    yield from _plain_layers(pool, cut, order, first=cut.num_layers, num_heads=cut.draft_kv_heads)
 
 
 def _attention(pool: Any, index: int, cut: EngineCut, order: TokenOrder, *, layer: int, num_heads: int) -> _Layer:
@@ -263,14 +300,17 @@ def _attention(pool: Any, index: int, cut: EngineCut, order: TokenOrder, *, laye
             f"{name} is stored as {pool.dtype} (in {pool.store_dtype}), which cannot be moved yet; "
             f"must be one of {', '.join(MOVABLE_DTYPES)} without scales of its own"
         )
-    if kind == "MLATokenToKVPool":
-        spec = LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=pool.kv_lora_rank + pool.qk_rope_head_dim, v_head_dim=0)
+    if kind in ("MLATokenToKVPool", "DSATokenToKVPool"):
+        dim, is_packed = pool.kv_lora_rank + pool.qk_rope_head_dim, pool.dsa_kv_cache_store_fp8
+        if is_packed:  # 8-bit floats, their scales and the rotary part in 16 bits
+            dim, element = pool.kv_cache_dim, DType.INT8
+        spec = LayerSpec(
+            kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=dim, v_head_dim=0, dtype=DType.INT8 if is_packed else None
+        )
         k, v = pool.kv_buffer[index], None
-    elif kind == "MHATokenToKVPool":
+    else:
         spec = LayerSpec(num_kv_heads=num_heads, k_head_dim=pool.head_dim, v_head_dim=pool.v_head_dim)
         k, v = pool.k_buffer[index], pool.v_buffer[index]
-    else:
-        raise LayoutError(f"{name} is in a pool of class {kind}, which cannot be moved yet; must be MHATokenToKVPool")
     heads = len(Shard(tp_size=cut.tp_size, tp_rank=cut.tp_rank).heads(spec.num_kv_heads))
     buffers = LayerBuffers(
         k=_paged(k, pool.page_size, heads, spec.k_head_dim, order, element, f"k of {name}"),
@@ -338,15 +378,16 @@ def _part(state: Tensor, cut: EngineCut, name: str) -> _Layer:
     return _Layer(name=name, spec=spec, buffers=LayerBuffers(k=state.unsqueeze(1), v=None))
 
 
-def _element_of(layers: Sequence[_Layer]) -> DType:
+def _element_of(layers: Sequence[_Layer], model: DType) -> DType:
+    """Return the element type of the layers that do not have one of their own."""
     found: dict[Any, _Layer] = {}
     for layer in layers:
         if layer.spec.dtype is None:
             found.setdefault(layer.buffers.k.dtype, layer)
-    if len(found) != 1:
+    if len(found) > 1:
         named = ", ".join(f"{layer.name} in {dtype}" for dtype, layer in found.items())
-        raise LayoutError(f"layers are stored in {len(found)} element types ({named or 'no attention layer'}); must be one")
-    return _dtype(str(next(iter(found))), "the pool is stored as")
+        raise LayoutError(f"layers are stored in {len(found)} element types ({named}); must be one")
+    return _dtype(str(next(iter(found))), "the pool is stored as") if found else model
 
 
 def _groups(layout: KVLayout) -> Iterator[LayerGroup]:
@@ -375,7 +416,7 @@ def _paged(tensor: Tensor, page_size: int, heads: int, dim: int, order: TokenOrd
     if tuple(tensor.shape[1:]) != shape:
         first = "slots" if order is TokenOrder.NHD else "pages"
         raise LayoutError(f"{name} is {tuple(tensor.shape)}; must be [{', '.join((first, *map(str, shape)))}]")
-    if element is DType.FLOAT8_E4M3:
+    if element.num_bytes == 1:
         tensor = tensor.view(TORCH_DTYPES[element])  # SGLang keeps 8-bit floats as uint8
     if order is TokenOrder.HND:
         return tensor

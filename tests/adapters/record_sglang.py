@@ -23,9 +23,10 @@ import torch
 PLAIN = (
     "page_size", "size", "start_layer", "layer_num", "head_num", "head_dim", "v_head_dim", "kv_cache_layout", "kv_lora_rank",
     "qk_rope_head_dim", "is_quantized_kv_cache", "mamba_layer_ids", "conv_shard_groups", "conv_slice_axis",
+    "dsa_kv_cache_store_fp8", "kv_cache_dim", "index_head_dim", "index_kpool",
 )  # fmt: skip
 DTYPES = ("dtype", "store_dtype")
-TENSORS = ("k_buffer", "v_buffer", "kv_buffer")
+TENSORS = ("k_buffer", "v_buffer", "kv_buffer", "index_k_with_scale_buffer")
 MAPPINGS = ("layers_mapping", "full_attention_layer_id_mapping")
 PARTS = ("full_kv_pool", "swa_kv_pool", "mamba_pool")
 
@@ -33,7 +34,7 @@ PARTS = ("full_kv_pool", "swa_kv_pool", "mamba_pool")
 def pools() -> Iterator[tuple[str, object]]:
     """Small pools of each class, by a name for the test."""
     from sglang.srt.environ import envs
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     rest: dict[str, Any] = {"device": "cpu", "enable_memory_saver": False}
@@ -51,6 +52,14 @@ def pools() -> Iterator[tuple[str, object]]:
     latent: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "layer_num": 4, **rest}
     yield "mla", MLATokenToKVPool(size=96, page_size=16, dtype=torch.bfloat16, **latent)
     yield "mla_float8", MLATokenToKVPool(size=96, page_size=16, dtype=torch.float8_e4m3fn, **latent)
+    sparse: dict[str, Any] = {
+        "index_head_dim": 128,
+        "index_buf_size": 192,
+        "skip_topk_layers": [False, True, False, True],
+        **latent,
+    }
+    yield "dsa", DSATokenToKVPool(size=192, page_size=64, dtype=torch.bfloat16, kv_cache_dim=576, **sparse)
+    yield "dsa_packed", DSATokenToKVPool(size=192, page_size=64, dtype=torch.float8_e4m3fn, kv_cache_dim=656, **sparse)
     yield "mha_float8_e5m2", MHATokenToKVPool(size=96, page_size=16, dtype=torch.float8_e5m2, head_num=4, **heads)
     yield "draft", MHATokenToKVPool(size=4096, page_size=16, dtype=torch.float32, head_num=2, **heads | {"layer_num": 1})
     with envs.SGLANG_USE_HND_KVCACHE.override(True):

@@ -228,6 +228,32 @@ async def test_states_of_two_ranks_become_those_of_one() -> None:
     assert torch.equal(cache.conv[0][1, 6], convolution) and torch.equal(cache.temporal[1, 6], recurrence)
 
 
+# Sparse indexers
+
+
+async def test_indexers_move_values_and_scales_with_their_tokens() -> None:
+    """A page has the values of all its tokens before their scales. Layers 1 and 3 use the indexer of another one."""
+    source, target = pool_of("dsa"), pool_of("dsa")
+    views = [read_pool(pool, cut(dtype="bfloat16")).view for pool in (source, target)]
+    assert [(spec.k_head_dim, spec.v_head_dim, spec.dtype) for spec in views[0].layout.layers] == [
+        (128, 4, DType.INT8), (576, 0, None), (576, 0, None), (128, 4, DType.INT8), (576, 0, None), (576, 0, None),
+    ]  # fmt: skip
+    assert [group.kind for group in views[0].groups] == [FULL, FULL]
+    page = torch.randint(0, 255, (64 * 132,), dtype=torch.uint8)
+    source.index_k_with_scale_buffer[2][1], target.index_k_with_scale_buffer[2][2] = page, 0
+    async with LocalPair(views[:1], views[1:]) as pair:
+        await pair.transfer("a", num_tokens=3, prefill_tables=[((1,), (1,))], decode_tables=[((2,), (2,))])
+    found = target.index_k_with_scale_buffer[2][2]
+    assert torch.equal(found[: 3 * 128], page[: 3 * 128]) and not found[3 * 128 : 64 * 128].any()
+    assert torch.equal(found[64 * 128 :][:12], page[64 * 128 :][:12]) and not found[64 * 128 + 12 :].any()
+
+
+def test_packed_latents_are_rows_of_bytes() -> None:
+    view = read_pool(pool_of("dsa_packed"), cut(dtype="bfloat16")).view
+    assert (view.layout.layers[1].k_head_dim, view.layout.layers[1].dtype) == (656, DType.INT8)
+    assert len(view.groups) == 1 and view.shard.dtype is DType.BFLOAT16
+
+
 # Draft models and pipeline stages
 
 
@@ -283,6 +309,8 @@ def test_a_stage_without_a_window_counts_the_pages_of_the_others() -> None:
          "layers are stored in 2 element types .layer 0 in torch.bfloat16, layer 1 in torch.float32.; must be one"),
         ("hybrid_gdn", part_of("hybrid_gdn", "mamba_pool", conv_shard_groups=[32, 32, 32]), {},
          r"convolution of layer 0 has 128 channels on each of 1 ranks; the model has \[32, 32, 32\]"),
+        ("dsa", {"index_kpool": 2}, {}, "indexer of layer 0 keeps a value for 2 tokens, which cannot be moved yet"),
+        ("dsa", {"index_head_dim": 64}, {}, r"indexer of layer 0 is torch.uint8 .4, 8448.; only that of NVIDIA GPUs"),
         ("hybrid_gdn", part_of("hybrid_gdn", "mamba_pool", **{"class": "UnifiedMambaPool"}), {},
          "states are in a pool of class UnifiedMambaPool, which cannot be moved yet; must be MambaPool"),
         ("hybrid_gdn", part_of("hybrid_gdn", "mamba_pool", num_state_entries=6), {}, "layer 0 keeps more than the states"),
