@@ -10,12 +10,15 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from kvferry.demo.kinds import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, WINDOW_TOKENS
 from kvferry.demo.model import make_demo_model
 from tests.cluster.calls import Reference, prompt
-from tests.sglang.servers import Cut, Pair, post, running
+from tests.sglang.models import NUM_FULL_LAYERS, make_windows_model
+from tests.sglang.servers import Cut, Pair, alone, post, running
 
 LENGTHS = (10, 17, 33, 64, 100, 128, 129, 200, 256, 300, 333, 400, 450, 511, 513, 550, 599, 600, 31, 77)
 NEW_TOKENS = 16
+LAYER_ELEMENTS = 2 * NUM_KV_HEADS * HEAD_DIM  # of K and V of a token
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -73,6 +76,48 @@ async def test_twenty_prompts_at_once_over_different_cuts(
             calls = spent["numbers"]["kvferry"] - earlier["numbers"]["kvferry"]
             print(f"{engine.role}: {ours:.4f} s in {calls} calls of kvferry, {steps:.3f} s in steps: {ours / steps:.2%}")
             assert ours < 0.03 * steps
+
+
+async def test_stages_of_prefill(model: Path, reference: Reference, tmp_path: Path) -> None:
+    """Each stage sends its layers to the one rank of decode."""
+    with running(model, tmp_path, prefill=Cut(pp_size=2, page_size=4), decode=Cut(page_size=16)) as pair:
+        await all_right(pair, reference, LENGTHS)
+        assert await moved_bytes(pair) == sum(LENGTHS) * NUM_LAYERS * LAYER_ELEMENTS * 4
+        await clients_that_leave(pair, reference)
+
+
+async def test_of_a_window_only_its_tokens_travel(tmp_path: Path) -> None:
+    """SGLang keeps one token less than the model's window, which counts the token that is computed."""
+    model = make_windows_model(tmp_path / "model")
+    prefill = Cut(tp_size=2, page_size=4, is_caching=True)
+    with running(model, tmp_path, prefill=prefill, decode=Cut(page_size=16)) as pair:
+        await all_right(pair, Reference(model), LENGTHS)
+        in_windows = sum(min(length, WINDOW_TOKENS - 1) for length in LENGTHS)
+        num_layer_tokens = NUM_FULL_LAYERS * sum(LENGTHS) + (NUM_LAYERS - NUM_FULL_LAYERS) * in_windows
+        assert await moved_bytes(pair) == num_layer_tokens * LAYER_ELEMENTS * 4
+        await prefixes_of_windows(pair, Reference(model))
+
+
+async def prefixes_of_windows(pair: Pair, reference: Reference) -> None:
+    """Prefill has the beginning of a prompt in both pools."""
+    first = prompt(300, 40)
+    async with http_session() as session:
+        for one in (first, (*first[:250], *prompt(100, 41)), first, first[:289]):
+            assert tokens_of(await pair.generate(session, one, NEW_TOKENS)) == reference.tokens(one, NEW_TOKENS)
+    await pair.settled()
+
+
+async def test_eight_bit_floats(model: Path, tmp_path: Path) -> None:
+    """One prompt at a time: rounding to 8 bits shows in tokens if a batch adds numbers in another order."""
+    cut = Cut(kv_dtype="fp8_e4m3", page_size=16)
+    lengths = (10, 33, 64, 129, 300, 513)
+    async with http_session() as session:
+        with alone(model, tmp_path, cut=cut) as engine:
+            expected = [tokens_of(await engine.generate(session, prompt(length), NEW_TOKENS)) for length in lengths]
+        with running(model, tmp_path, prefill=Cut(kv_dtype="fp8_e4m3", page_size=4), decode=cut) as pair:
+            found = [tokens_of(await pair.generate(session, prompt(length), NEW_TOKENS)) for length in lengths]
+            assert found == expected
+            assert await moved_bytes(pair) == sum(lengths) * NUM_LAYERS * LAYER_ELEMENTS
 
 
 async def test_one_pair_through_everything(model: Path, reference: Reference, tmp_path: Path) -> None:

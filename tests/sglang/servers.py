@@ -145,6 +145,10 @@ class Engine:
         found = [json.loads(text) for text in texts if text]
         return max(found, key=lambda one: float(one["numbers"]["steps"]))
 
+    async def generate(self, session: aiohttp.ClientSession, token_ids: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
+        """Answer of an engine that is no part of a pair."""
+        return await post(session, self, request_body(token_ids, max_new_tokens))
+
     def kill(self) -> None:
         """All of its processes, at once."""
         if self.process is not None:
@@ -163,9 +167,8 @@ class Pair:
     decode: Engine
 
     def body(self, token_ids: Sequence[int], room: int, max_new_tokens: int) -> dict[str, Any]:
-        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
         names = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.prefill.bootstrap_port, "bootstrap_room": room}
-        return {"input_ids": list(token_ids), "sampling_params": sampling, **names}
+        return request_body(token_ids, max_new_tokens) | names
 
     async def generate(self, session: aiohttp.ClientSession, token_ids: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
         """Decode's answer, of a request that is given to both engines, as routers do it."""
@@ -191,6 +194,22 @@ async def post(session: aiohttp.ClientSession, engine: Engine, body: dict[str, A
     async with session.post(f"{engine.url}/generate", json=body, timeout=timeout) as answer:
         text = await answer.text()
         return {"status": answer.status, **(json.loads(text) if text.startswith("{") else {"text": text})}
+
+
+def request_body(token_ids: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    return {"input_ids": list(token_ids), "sampling_params": sampling}
+
+
+@contextlib.contextmanager
+def alone(model: Path, folder: Path, *, cut: Cut) -> Iterator[Engine]:
+    """One engine without kvferry, ready; killed at the end."""
+    engine = Engine(role="single", model=model, cut=cut, folder=folder)
+    try:
+        engine.start().wait_until_ready()
+        yield engine
+    finally:
+        engine.kill()
 
 
 @contextlib.contextmanager
