@@ -1,10 +1,11 @@
 """Pictures of the dashboards, from a real Prometheus that scrapes a real cluster of two and two nodes under load that changes.
 
-    python -m bench.watched --out docs/images
+    python -m bench.watched --out docs/images [--sick]
 
-The load: one client, then eight with prompts of up to 1,500 tokens, then four while a prefill node is killed and started
-again, then one. Nothing is drawn but what the panels' own expressions give. Needs Prometheus (Debian and Ubuntu: apt-get install
-prometheus).
+The load: one client, then two with prompts of up to 1,000 tokens, then one. ``--sick``: small rings, and one client, then eight
+with prompts of up to 1,500 tokens, then four while a prefill node is killed and started again, then one. It draws only
+`SICK_ROW`, as `SICK_PICTURE`. Nothing is drawn but what the panels' own expressions give. Needs Prometheus (Debian and Ubuntu:
+apt-get install prometheus).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -34,17 +36,19 @@ RATE_INTERVAL = "8s"  # ranks tell their leader their numbers once a second
 TIMEOUT_S = 120.0
 VOCABULARY = range(10, 200)  # ids that the demo model has
 MOST_RESTART_S = 60.0
+SICK_ROW, SICK_PICTURE = "dashboard-overview-bottleneck.png", "dashboard-sick.png"
+RING_BYTES, SICK_RING_BYTES = 64 << 20, 4 << 20
 
 
-def spec_of(model: Path) -> ClusterSpec:
-    """Small rings, so that chunks wait for credit when many are under way."""
+def spec_of(model: Path, *, is_sick: bool) -> ClusterSpec:
+    """A sick cluster has small rings, so that chunks wait for credit when many are under way."""
     return ClusterSpec(
         prefill=TierSpec(model=model, page_size=16, pool_tokens=16_384),
         decode=TierSpec(model=model, page_size=32, pool_tokens=16_384),
         num_prefill=2,
         num_decode=2,
         chunk_tokens=256,
-        ring_bytes=4 << 20,
+        ring_bytes=SICK_RING_BYTES if is_sick else RING_BYTES,
         heartbeat_s=1.0,
     )
 
@@ -92,7 +96,12 @@ async def lose_one(cluster: LocalCluster, folder: Path, after_s: float) -> None:
     name_targets(cluster, folder)
 
 
-async def phases(cluster: LocalCluster, folder: Path, phase_s: float) -> None:
+async def healthy_phases(cluster: LocalCluster, phase_s: float) -> None:
+    for clients in (1, 2, 1):
+        await load(cluster, clients=clients, num_tokens=1000, seconds=phase_s)
+
+
+async def sick_phases(cluster: LocalCluster, folder: Path, phase_s: float) -> None:
     await load(cluster, clients=1, num_tokens=1000, seconds=phase_s)
     await load(cluster, clients=8, num_tokens=1500, seconds=1.5 * phase_s)
     lost = asyncio.ensure_future(lose_one(cluster, folder, phase_s / 4))
@@ -101,26 +110,30 @@ async def phases(cluster: LocalCluster, folder: Path, phase_s: float) -> None:
     await load(cluster, clients=1, num_tokens=1000, seconds=phase_s / 2)
 
 
-async def watch(out: Path, phase_s: float, folder: Path) -> int:
-    async with LocalCluster(spec_of(await cached_demo_model())) as cluster:
+async def watch(out: Path, phase_s: float, folder: Path, *, is_sick: bool) -> int:
+    async with LocalCluster(spec_of(await cached_demo_model(), is_sick=is_sick)) as cluster:
         name_targets(cluster, folder)
         with prometheus(folder, folder / TARGETS, environment=cluster.environment, rules=RULES) as server:
             begun_s = time.time()
-            await phases(cluster, folder, phase_s)
-            drawn = ["--prometheus", server.url, "--out", str(out), "--rate-interval", RATE_INTERVAL]
-            return await asyncio.to_thread(pictures.main, [*drawn, "--last", str(time.time() - begun_s)])
+            await (sick_phases(cluster, folder, phase_s) if is_sick else healthy_phases(cluster, phase_s))
+            drawn = ["--prometheus", server.url, "--out", str(folder if is_sick else out), "--rate-interval", RATE_INTERVAL]
+            code = await asyncio.to_thread(pictures.main, [*drawn, "--last", str(time.time() - begun_s)])
+    if is_sick and not code:
+        shutil.copyfile(folder / SICK_ROW, out / SICK_PICTURE)
+    return code
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.watched", description=__doc__)
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the pictures go")
     parser.add_argument("--phase", metavar="SECONDS", type=float, default=40.0, help="of the first phase (default: %(default)g)")
+    parser.add_argument("--sick", action="store_true", help="a cluster with faults, for the runbooks")
     given = parser.parse_args()
     if find_prometheus() is None:
         print(f"bench.watched needs prometheus; {HOW_TO_GET_IT}", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory(prefix="kvferry-watched-") as folder:
-        return asyncio.run(watch(given.out, given.phase, Path(folder)))
+        return asyncio.run(watch(given.out, given.phase, Path(folder), is_sick=given.sick))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from node_runtime.view_cells import (
     state_badge,
     table_of,
 )
+from transfer.layer_groups import GroupKind
 from transfer.registry.convert import transport_names
 
 if TYPE_CHECKING:  # a node whose settings are wrong ends before it has loaded gRPC
@@ -262,7 +263,7 @@ def _pool_meters(status: pb.NodeStatus) -> Iterable[tuple[str, Meter | str, str]
     for group in dict.fromkeys(pool.group for rank in status.ranks for pool in rank.pools):
         pools = [pool for rank in status.ranks for pool in rank.pools if pool.group == group]
         pages, bound, held = (sum(getattr(pool, name) for pool in pools) for name in ("pages", "bound", "reserved"))
-        name = f"pool {group}"
+        name = "KV pool" if group == GroupKind.FULL.value else f"KV pool, {group}"
         yield name, Meter(label=name, value=bound, whole=pages, held=held), f"{bound:,} + {held:,} of {pages:,}"
 
 

@@ -50,8 +50,7 @@ async def main(folder: Path) -> None:
             prefill=tier,
             decode=decode,
             num_prefill=2,
-            chunk_tokens=64,
-            ring_bytes=1 << 20,
+            ring_bytes=16 << 20,
             heartbeat_s=1.0,
             start_timeout_s=150.0,
         )

@@ -72,7 +72,7 @@ def test_both_tiers_links_and_requests_are_shown_as_reported(browser: Tab, serve
     assert [row[4] for row in shown] == ["900", "80", "8"]
 
     for label, width in (
-        ("pool full", [25.0, 10.0]),
+        ("KV pool", [25.0, 10.0]),
         ("staging", [25.0]),
         ("ring of rank 0", [12.5]),
         ("generated tokens", [25.0]),
