@@ -38,33 +38,33 @@ SECTIONS: Final[tuple[tuple[str, str, Sequence[MetricSpec]], ...]] = (
 )
 """Heading, who serves it, and what."""
 
-QUESTIONS: Final = (
-    ("How fast does KV move?", 'sum(rate(kvferry_transferred_bytes_total{role="prefill"}[1m]))'),
+QUERIES: Final = (
+    ("Transfer speed", 'sum(rate(kvferry_transferred_bytes_total{role="prefill"}[1m]))'),
     (
-        "How fast is a link while it is used?",
+        "Bandwidth of a link while it is used",
         "sum by (instance, prefill_rank, decode_rank, lane) (rate(kvferry_link_written_bytes_total[1m]))"
         " / sum by (instance, prefill_rank, decode_rank, lane) (rate(kvferry_link_busy_seconds_total[1m]))",
     ),
     (
-        "How many times slower is it than its probe?",
+        "Slowdown of a link against its probe",
         "sum by (instance, prefill_rank, decode_rank, lane) (rate(kvferry_link_busy_seconds_total[5m]))"
         " / sum by (instance, prefill_rank, decode_rank, lane) (rate(kvferry_link_probe_seconds_total[5m]))",
     ),
     (
-        "What part of the transfer is hidden behind computation? (each request weighs as its transfer lasts)",
+        "Part of the transfer that computation hides, weighted by duration",
         '1 - sum(rate(kvferry_stage_seconds_sum{stage="exposed"}[5m])) / sum(rate(kvferry_stage_seconds_sum{stage="total"}[5m]))',
     ),
     (
-        "How full is the ring?",
+        "Use of the ring",
         "kvferry_ring_live_bytes / kvferry_ring_capacity_bytes",
     ),
     (
-        "Into how many descriptors would the same transfers have been divided, for each write?",
+        "Descriptors without staging, for each write",
         "1 + sum(rate(kvferry_writes_avoided_total[5m])) / sum(rate(kvferry_writes_total[5m]))",
     ),
-    ("How much of the time does an engine compute?", "rate(kvferry_step_seconds_sum[1m])"),
+    ("Engine utilisation", "rate(kvferry_step_seconds_sum[1m])"),
     (
-        "How long do callers wait for their first token, at the worst of twenty?",
+        "Time to first token, 95th percentile",
         "histogram_quantile(0.95, sum by (le) (rate(kvferry_time_to_first_token_seconds_bucket[5m])))",
     ),
 )
@@ -94,10 +94,10 @@ def metrics_page() -> str:
     lines += [f"| `{label}` | {_values(values)} |" for label, values in common.items()]
     for title, server, specs in SECTIONS:
         lines += ["", f"## {title}", "", f"Served by: {server}.", ""]
-        lines += ["| metric | type | labels | tier | meaning | what to do with it |", "|---|---|---|---|---|---|"]
+        lines += ["| metric | type | labels | tier | meaning | use |", "|---|---|---|---|---|---|"]
         lines += [_row(spec, common) for spec in specs]
-    lines += ["", "## Questions and where the answers are", "", "| question | PromQL |", "|---|---|"]
-    lines += [f"| {question} | `{_escaped(query)}` |" for question, query in QUESTIONS]
+    lines += ["", "## Useful queries", "", "| value | PromQL |", "|---|---|"]
+    lines += [f"| {value} | `{_escaped(query)}` |" for value, query in QUERIES]
     lines += _counterparts("vLLM", VLLM) + _counterparts("SGLang", SGLANG)
     return "\n".join(lines) + "\n"
 
@@ -126,7 +126,7 @@ def _values(values: tuple[str, ...] | str) -> str:
 
 
 def _counterparts(engine: str, rows: Iterable[Counterpart]) -> list[str]:
-    lines = ["", f"## Names that users of {engine} know", "", f"| {engine} | here | what differs |", "|---|---|---|"]
+    lines = ["", f"## Names that users of {engine} know", "", f"| {engine} | kvferry | difference |", "|---|---|---|"]
     for row in rows:
         theirs = ", ".join(f"`{name}`" for name in row.theirs)
         lines.append(f"| {theirs} | {f'`{_escaped(row.here)}`' if row.here else 'nothing'} | {row.differs} |")

@@ -1,11 +1,11 @@
-"""Declarations of metrics are complete, and the questions of docs/metrics.md name existing metrics and labels."""
+"""Declarations of metrics are complete, and the queries of docs/metrics.md name existing metrics and labels."""
 
 from __future__ import annotations
 
 import re
 
 from docs.counterparts import SGLANG, VLLM
-from docs.metrics_page import QUESTIONS, SECTIONS
+from docs.metrics_page import QUERIES, SECTIONS
 from transfer.metrics import NODE_METRICS, RANK_METRICS, STORE_METRICS
 from transfer.metrics.specs import ROLES, STORE_OUTCOMES
 from transfer.storage.base import Outcome
@@ -33,8 +33,8 @@ def test_every_declaration_is_complete() -> None:
     assert tuple(outcome.value for outcome in Outcome) == STORE_OUTCOMES
 
 
-def test_questions_and_counterparts_name_metrics_and_labels_that_exist() -> None:
-    for where in [*(query for _, query in QUESTIONS), *(row.here + row.differs for row in (*VLLM, *SGLANG))]:
+def test_queries_and_counterparts_name_metrics_and_labels_that_exist() -> None:
+    for where in [*(query for _, query in QUERIES), *(row.here + row.differs for row in (*VLLM, *SGLANG))]:
         assert set(re.findall(r"kvferry_[a-z_]+", where)) <= SHOWN.keys(), where
         for name, matchers in re.findall(r"(kvferry_[a-z_]+)\{([^}]*)\}", where):
             for label, value in re.findall(r'(\w+)=~?"([^"]*)"', matchers):
