@@ -10,6 +10,7 @@ vLLM makes one of these objects in its scheduler's process and one in each worke
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,6 +88,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
                 engine_id=transfer.engine_id,
                 recomputes=transfer.kv_load_failure_policy == "recompute",
                 windows=WindowBlocks(layout.window_tables),
+                state_block_tokens=layout.state_block_tokens,
                 adapters=None if vllm_config.lora_config is None else VllmAdapters(),
             )
 
@@ -170,6 +172,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
             record=record,
             layer_ends=layer_ends,
             first_needed_pages=layout.first_needed_pages if layout.window_tables else None,
+            tables_to_read=layout.tables_to_read if layout.state_block_tokens else None,
+            clear_tail=partial(layout.clear_tail, engine.pool) if layout.state_block_tokens else None,
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -177,7 +181,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.preempt(kv_connector_metadata.plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing: KV arrives between steps, and vLLM schedules its requests after all of it arrived."""
+        """Prepare blocks. KV arrives between steps, and vLLM schedules its requests after all of it arrived."""
+        self._worker.begin_loads(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing, see `start_load_kv`."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+from kvferry.engines.vllm_states import STATE_SPEC, StateFacts
 from planner.model_shape import read_model_shape
 from transfer.errors import ConfigError
 from transfer.layout import DType, LayerSpec
@@ -54,6 +55,7 @@ class LayerFacts:
         k_scale, v_scale: A stored 8-bit float times the scale is the value that the model computed.
         num_scales: Scales of K; more than 1 if each head has its own.
         is_draft: Whether the layer is one of the draft model of speculative decoding.
+        state: Its recurrent state; None for attention.
     """
 
     name: str
@@ -74,6 +76,7 @@ class LayerFacts:
     v_scale: float = 1.0
     num_scales: int = 1
     is_draft: bool = False
+    state: StateFacts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,7 @@ class VllmFacts:
         num_tables: Block tables of a request, one for each of vLLM's KV cache groups.
         shared_layers: Layers that use the KV of another one, as name -> name.
         model_layers: All layers by the model's configuration; empty if kvferry does not know its architecture.
+        num_state_groups: Groups of B and C of Mamba-2 in the whole model; 0 if config.json has none.
     """
 
     tp_size: int
@@ -115,6 +119,7 @@ class VllmFacts:
     shared_layers: Mapping[str, str] = field(default_factory=dict)
     draft_num_kv_heads: int = 0
     model_layers: tuple[LayerSpec, ...] = ()
+    num_state_groups: int = 0
 
 
 def read_facts(vllm_config: Any, kv_cache_config: Any) -> VllmFacts:
@@ -169,6 +174,7 @@ def _read(vllm_config: Any, kv_cache_config: Any) -> VllmFacts:
         },
         draft_num_kv_heads=0 if draft is None else _num_kv_heads(draft),
         model_layers=_model_layers(model, dtype),
+        num_state_groups=_num_state_groups(model),
     )
 
 
@@ -264,8 +270,9 @@ def _specs(group: Any) -> Iterator[tuple[str, Any]]:
 
 def _layer(name: str, group: int, spec: Any, module: Any, vllm_config: Any, *, is_draft: bool) -> LayerFacts:
     kind = type(spec).__name__
-    if not hasattr(spec, "head_size"):  # a recurrent state, for example, which is rejected by its class
-        return LayerFacts(name=name, group=group, spec=kind, block_size=int(spec.block_size), is_draft=is_draft)
+    if not hasattr(spec, "head_size"):
+        state = _state(spec) if kind == STATE_SPEC else None  # others are rejected by their class
+        return LayerFacts(name=name, group=group, spec=kind, block_size=int(spec.block_size), is_draft=is_draft, state=state)
     row_format, k_dim, v_dim = _rows(spec, vllm_config)
     is_known = row_format or (spec.state_content_bytes is None and getattr(spec, "cache_role", "sparse") == "sparse")
     packings = (spec.num_head_slots, getattr(spec, "model_version", None))
@@ -307,6 +314,23 @@ def _rows(spec: Any, vllm_config: Any) -> tuple[str, int, int]:
     elif spec.kv_quant_mode.name in _PER_HEAD_MODES and k_dim == v_dim and content == 2 * (k_dim + _SCALE_BYTES):
         return spec.kv_quant_mode.name.lower(), content // 2, content // 2
     return "", k_dim, v_dim
+
+
+def _state(spec: Any) -> StateFacts:
+    return StateFacts(
+        kind=str(spec.mamba_type.name),
+        shapes=tuple(tuple(int(size) for size in shape) for shape in spec.shapes),
+        dtypes=tuple(torch_name(dtype) for dtype in spec.dtypes),
+        is_replicated=bool(spec.tp_replicated),
+        num_draft_blocks=int(spec.num_speculative_blocks),
+    )
+
+
+def _num_state_groups(model: Any) -> int:
+    """Read the groups of B and C from the configuration, because a spec has those of one rank."""
+    config = model.hf_text_config
+    names = ("mamba_n_groups", "mamba_ngroups", "n_groups")  # Bamba, Granite 4, Falcon-H1; Zamba2; Nemotron-H
+    return next((int(value) for name in names if isinstance(value := getattr(config, name, None), int)), 0)
 
 
 def _features(vllm_config: Any) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ memory is a setting, mostly ``LBNHC`` or ``LBHNC``. The content of a block and h
   a row of quantised values, their scales and the rotary part: ``[token, 656 or 352 bytes]``;
 - the indexer of sparse attention (DeepSeek-V3.2, GLM-5), on NVIDIA GPUs: the values of all tokens of the block are one run of
   memory, ``[token, 128 bytes]``, and the scales follow, ``[token, 4 bytes]``;
+- recurrent states: bytes, see `kvferry.engines.vllm_states`;
 - ``fp8_per_token_head`` and ``int8_per_token_head``, ``TRITON_ATTN``: ``[token, K | scale of K | V | scale of V]``;
 - attention on a CPU (``CPU_ATTN``): the content of all tokens of the block is one run of memory. K comes first, as
   ``[dim, token]``, then V as ``[token, dim]``. This was verified with vLLM 0.32's own kernel for its instruction sets ``vec`` and
@@ -22,17 +23,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import accumulate
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from kvferry.engines.vllm_facts import INDEXER_ROWS, ROW_FORMATS, LayerFacts, VllmFacts
+from kvferry.engines.vllm_states import STATE_SPEC, check_state, parts_of, state_views
 from kvferry.engines.vllm_windows import WindowTable
 from transfer.errors import ConfigError, LayoutError
-from transfer.layer_groups import NO_PAGE, LayerGroup, layer_groups
+from transfer.layer_groups import NO_PAGE, GroupKind, LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
-from transfer.pool.kv_pool import TORCH_DTYPES, LayerBuffers, PoolView
+from transfer.pool.kv_pool import TORCH_DTYPES, KVPool, LayerBuffers, PoolView
 
 NULL_BLOCK: Final = 0
 """Block id in a block table in place of each block that a window has passed."""
@@ -52,9 +55,8 @@ INDEXER_BACKENDS: Final = ("DEEPSEEK_V32_INDEXER",)
 
 _LATENT_SPECS: Final = ("MLAAttentionSpec", "SlidingWindowMLASpec")
 """Specs whose layers are the same on all tensor parallel ranks."""
-_KNOWN_SPECS: Final = ("FullAttentionSpec", "SlidingWindowSpec", *_LATENT_SPECS)
+_KNOWN_SPECS: Final = ("FullAttentionSpec", "SlidingWindowSpec", *_LATENT_SPECS, STATE_SPEC)
 _WHY_NOT: Final = {
-    "MambaSpec": "keeps a recurrent state",
     "CrossAttentionSpec": "attends to an encoder's output",
     "EncoderOnlyAttentionSpec": "is an encoder's",
     "ChunkedLocalAttentionSpec": "attends in chunks and drops blocks: start vLLM with --disable-hybrid-kv-cache-manager",
@@ -83,10 +85,10 @@ class VllmLayout:
     Args:
         layout: KV of the whole model, without layers that use the KV of another one.
         shard: The rank's shard; a page is a block, and page numbers are block ids. Its page size is that of the shortest blocks.
-        layers: The rank's layers, in the layout's order.
+        layers: The rank's layers, in the layout's order. A state is several layers of the layout, see `parts_of`.
         kv_scales: For 8-bit floats, scales of K and V for each layer of the layout; otherwise empty.
         groups: The layers of each page table: a group of `layer_groups(layout)`, or a part of one that vLLM gives a block table
-            of its own, or whose rows are not of the pool's element type.
+            of its own, or that has an element type of its own.
         block_groups: For each of `groups`, the index of its block table among those of a vLLM request.
         page_sizes: For each of `groups`, the tokens of a block.
         window_tables: Block tables without blocks for tokens that a window has passed.
@@ -119,7 +121,7 @@ class VllmLayout:
             raise LayoutError(f"layer {missing[0]} has no tensor; vLLM registered {len(kv_caches)}")
         if unknown := sorted(kv_caches.keys() - wanted - self.shared_layers):
             raise LayoutError(f"layer {unknown[0]} has a tensor, but is in none of vLLM's groups of KV caches")
-        buffers = [self._buffers(layer, kv_caches[layer.name]) for layer in self.layers]
+        buffers = [buffer for layer in self.layers for buffer in self._buffers(layer, kv_caches[layer.name])]
         num_pages = (self.num_blocks,) * len(self.groups)
         return PoolView(
             layout=self.layout,
@@ -140,15 +142,44 @@ class VllmLayout:
     def layer_ends(self) -> dict[str, int]:
         """Number of layers of the layout up to and including each layer of the rank, by name, in the order of the layout."""
         begin = self.shard.layers(self.layout).begin
-        return {layer.name: begin + number for number, layer in enumerate(self.layers, 1)}
+        counts = [1 if layer.state is None else len(parts_of(layer.state)) for layer in self.layers]
+        return {layer.name: begin + end for layer, end in zip(self.layers, accumulate(counts), strict=True)}
+
+    @property
+    def state_block_tokens(self) -> int:
+        """Tokens of a block of recurrent states; 0 if no layer keeps one. vLLM has one size for all of them."""
+        sizes = (size for group, size in zip(self.groups, self.page_sizes, strict=True) if group.kind is GroupKind.STATE)
+        return next(sizes, 0)
 
     def page_tables(self, block_ids: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
-        """Return a request's page table for each of `groups`.
+        """Return a request's block table for each of `groups`; see `tables_to_read`.
 
         Args:
             block_ids: ``get_block_ids()`` of the request's blocks: a table for each of vLLM's groups.
         """
         return tuple([NO_PAGE if block == NULL_BLOCK else block for block in block_ids[group]] for group in self.block_groups)
+
+    def tables_to_read(self, tables: Sequence[list[int]], num_tokens: int) -> tuple[list[int], ...]:
+        """Return page tables of a request whose first `num_tokens` are computed.
+
+        A state's table has one page: the block of the last token. Blocks of earlier tokens have earlier states, or are free.
+
+        Args:
+            tables: Those of `page_tables`.
+
+        Raises:
+            LayoutError: vLLM has no block for the state after these tokens.
+        """
+        return tuple(
+            self._state_table(table, page_size, num_tokens) if group.kind is GroupKind.STATE else table
+            for group, page_size, table in zip(self.groups, self.page_sizes, tables, strict=True)
+        )
+
+    def _state_table(self, table: Sequence[int], page_size: int, num_tokens: int) -> list[int]:
+        index = (num_tokens - 1) // page_size
+        if index >= len(table) or table[index] == NO_PAGE:
+            raise LayoutError(f"vLLM has no block for the state after {num_tokens} tokens; its table has {len(table)} entries")
+        return [table[index]]
 
     def tables_to_fill(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[list[int], ...]:
         """Return page tables in which each token that travels has a page; see `page_tables`.
@@ -161,11 +192,30 @@ class VllmLayout:
         """
         tables = self.page_tables(block_ids)
         for group, page_size, table in zip(self.groups, self.page_sizes, tables, strict=True):
+            if group.kind is GroupKind.STATE:
+                continue
             table += [NULL_BLOCK] * (-(-num_tokens // page_size) - len(table))
             first = group.first_travelling_token(num_tokens) // page_size
             if table[first] == NO_PAGE:
                 table[first] = NULL_BLOCK
-        return tables
+        return self.tables_to_read(tables, num_tokens)
+
+    def clear_tail(self, pool: KVPool, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """Zero the rest of the last block behind a prompt's tokens, on the device's current stream.
+
+        vLLM zeroes new blocks of a model with states, except those that are loaded. A block of a state in float32, read as
+        bfloat16, has NaN, and attention multiplies the elements behind the last token by 0.
+        """
+        tables = self.page_tables(block_ids)
+        for group, page_size, table in zip(self.groups, self.page_sizes, tables, strict=True):
+            used = num_tokens % page_size
+            if group.kind is GroupKind.STATE or not used:
+                continue
+            block = table[num_tokens // page_size]
+            for layer in group.layers_of(self.layout, self.shard):
+                for is_v in (False, True)[: self.layout.layers[layer].num_buffers]:
+                    content = pool.buffer(layer, is_v=is_v)[block]
+                    content.narrow(0 if self.shard.order is TokenOrder.NHD else 1, used, page_size - used).zero_()
 
     def first_needed_pages(self, next_token: int) -> tuple[int, ...]:
         """Return for each of `groups` the first page that vLLM keeps if `next_token` is the next token of a step."""
@@ -175,22 +225,23 @@ class VllmLayout:
             for group, page_size, index in zip(self.groups, self.page_sizes, self.block_groups, strict=True)
         )
 
-    def _buffers(self, layer: LayerFacts, cache: Tensor) -> LayerBuffers:
-        """Return K and V, [blocks, tokens, heads, dim] or [blocks, heads, tokens, dim], in the shard's order."""
+    def _buffers(self, layer: LayerFacts, cache: Tensor) -> Iterator[LayerBuffers]:
+        """Yield K and V, [blocks, tokens, heads, dim] or [blocks, heads, tokens, dim] in the shard's order, or a state."""
+        if layer.state is not None:
+            yield from (LayerBuffers(k=part, v=None) for part in state_views(layer.name, layer.state, cache, self.num_blocks))
+            return
         k, v = self._views(layer, self._checked(layer, cache))
         if self.shard.order is TokenOrder.NHD:
             k, v = k.transpose(1, 2), None if v is None else v.transpose(1, 2)
-        return LayerBuffers(k=k, v=v)
+        yield LayerBuffers(k=k, v=v)
 
     def _checked(self, layer: LayerFacts, cache: Tensor) -> Tensor:
         """Return the cache as [blocks, heads, block_size, content], in the pool's element type."""
-        index = self.shard.layers(self.layout).begin + self.layers.index(layer)
-        element = self.shard.layer_dtype(self.layout, index)
+        element = DType.INT8 if layer.row_format else self.shard.pool_dtype(self.layout)
         if layer.row_format or (element is DType.FLOAT8_E4M3 and cache.dtype is torch.uint8):
             cache = cache.view(TORCH_DTYPES[element])
         content = layer.k_head_dim + layer.v_head_dim
-        heads = len(self.shard.heads(self.layout.layers[index].num_kv_heads))
-        wanted = (self.num_blocks, heads, layer.block_size, content)
+        wanted = (self.num_blocks, layer.num_kv_heads, layer.block_size, content)
         if cache.dim() == 4 and tuple(cache.shape) != wanted and layer.row_format != INDEXER_ROWS:
             cache = _joined(cache, layer.block_size)
         if tuple(cache.shape) != wanted or cache.dtype is not TORCH_DTYPES[element]:
@@ -279,18 +330,19 @@ def describe(facts: VllmFacts, *, windows: WindowLayers | None = None) -> VllmLa
         ConfigError: A feature in use changes KV, which then cannot be moved; the message names it and its value.
         LayoutError: A layer cannot be moved; the message names it, the reason and a remedy.
     """
-    check(facts)
+    check(facts, has_store=False)
     layers = _ordered(facts)
+    of_tokens = [layer for layer in layers if layer.state is None]
     if windows is None:
         windows = WindowLayers.LAST_WINDOW if any(layer.window_tokens for layer in layers) else WindowLayers.WHOLE
-    element = _element(layers, facts)
+    element = _element(of_tokens, facts)
     layout = KVLayout(layers=tuple(_model_specs(layers, facts, windows)), dtype=_plain_dtype("--dtype", facts.model_dtype))
     shard = Shard(
         tp_size=facts.tp_size,
         tp_rank=facts.tp_rank,
         pp_size=facts.pp_size,
         pp_rank=facts.pp_rank,
-        page_size=min(layer.block_size for layer in layers),
+        page_size=min(layer.block_size for layer in of_tokens or layers),
         dtype=None if element is layout.dtype else element,
         order=TokenOrder.NHD if facts.cache_layout.endswith("NHC") else TokenOrder.HND,
         stage_layers=tuple(count * _caches_per_layer(layers) for count in facts.stage_layers) if facts.pp_size > 1 else None,
@@ -311,8 +363,11 @@ def describe(facts: VllmFacts, *, windows: WindowLayers | None = None) -> VllmLa
     )
 
 
-def check(facts: VllmFacts) -> None:
-    """Check that KV depends only on the model and the tokens, and that all layers store K and V, or a latent.
+def check(facts: VllmFacts, *, has_store: bool) -> None:
+    """Check that KV depends only on the model and the tokens, and that all layers store K and V, a latent or a state.
+
+    Args:
+        has_store: KV goes to a store, which keeps pages of tokens and no states.
 
     Raises:
         ConfigError, LayoutError: As `describe`.
@@ -320,9 +375,11 @@ def check(facts: VllmFacts) -> None:
     for name, value in facts.features.items():
         raise ConfigError(f"{name} is on ({value}); KV of such an instance cannot be moved yet")
     if not facts.layers:
-        raise LayoutError("no layer of this rank keeps KV; kvferry moves that of attention layers")
+        raise LayoutError("no layer of this rank keeps KV; kvferry moves that of attention layers and recurrent states")
     for layer in facts.layers:
         _check_layer(layer, facts)
+        if layer.state is not None and has_store:
+            raise LayoutError(f"layer {layer.name} keeps a recurrent state, which a store cannot keep; KvferryConnector moves it")
     if facts.pp_size > 1 and facts.num_tables > 1:
         raise LayoutError(
             f"the layers have {facts.num_tables} block tables, and a stage does not know those of other pipeline stages; start "
@@ -333,13 +390,15 @@ def check(facts: VllmFacts) -> None:
 def _ordered(facts: VllmFacts) -> tuple[LayerFacts, ...]:
     """Return the rank's caches in the order in which they are computed.
 
-    The indexer of a layer precedes its attention. The layers of a draft model follow the model's own.
+    The indexer of a layer precedes its attention, and a state follows it (Falcon-H1 has both). The layers of a draft model follow
+    the model's own.
 
     A pipeline stage must have exactly its own layers.
     """
-    by_place: dict[tuple[bool, int, bool], LayerFacts] = {}
+    by_place: dict[tuple[bool, int, int], LayerFacts] = {}
     for layer in facts.layers:
-        place = (layer.is_draft, layer_index(layer.name), layer.row_format != INDEXER_ROWS)
+        of_layer = 2 if layer.state is not None else int(layer.row_format != INDEXER_ROWS)
+        place = (layer.is_draft, layer_index(layer.name), of_layer)
         if place in by_place:
             raise LayoutError(f"{by_place[place].name} and {layer.name} are caches of one layer; kvferry moves one of each")
         by_place[place] = layer
@@ -374,6 +433,9 @@ def _check_layer(layer: LayerFacts, facts: VllmFacts) -> None:
             f"layer {layer.name} {_WHY_NOT.get(layer.spec, 'has a KV cache that kvferry does not know')} ({layer.spec}); "
             f"it cannot be moved yet (KV cache group {layer.group}): serve the model without --kv-transfer-config"
         )
+    if layer.spec == STATE_SPEC:
+        check_state(f"{layer.name} (KV cache group {layer.group})", layer.state, tp_size=facts.tp_size)
+        return
     if layer.is_packed_otherwise:
         raise LayoutError(
             f"layer {layer.name} has rows in a format that kvferry does not know ({layer.spec}, {layer.dtype}, KV cache group "
@@ -410,11 +472,12 @@ def _plain_dtype(name: str, dtype: str) -> DType:
 
 def _model_specs(layers: Sequence[LayerFacts], facts: VllmFacts, windows: WindowLayers) -> Iterator[LayerSpec]:
     """Yield all layers of the model that keep KV, in order."""
+    if facts.pp_size == 1:
+        for layer in layers:
+            yield from _specs(layer, facts, windows)
+        return
     own = [_spec(layer, facts, windows) for layer in layers]
     indices = [layer_index(layer.name) for layer in layers]
-    if facts.pp_size == 1:
-        yield from own
-        return
     known = [_moved(spec, windows) for spec in facts.model_layers]
     by_layer: dict[int, list[LayerSpec]] = {}
     for index, spec in zip(indices, own, strict=True):
@@ -432,6 +495,18 @@ def _model_specs(layers: Sequence[LayerFacts], facts: VllmFacts, windows: Window
             "cannot be determined: use pipeline_parallel_size 1"
         )
     yield from alike * sum(facts.stage_layers)
+
+
+def _specs(layer: LayerFacts, facts: VllmFacts, windows: WindowLayers) -> Iterator[LayerSpec]:
+    """Yield the layer, or each part of its state."""
+    if layer.state is None:
+        yield _spec(layer, facts, windows)
+        return
+    for part in parts_of(layer.state):
+        try:
+            yield part.spec(tp_size=facts.tp_size, num_groups=facts.num_state_groups)
+        except LayoutError as error:
+            raise LayoutError(f"layer {layer.name}: {error}") from None
 
 
 def _spec(layer: LayerFacts, facts: VllmFacts, windows: WindowLayers) -> LayerSpec:
@@ -499,7 +574,7 @@ def _total_heads(layer: LayerFacts, facts: VllmFacts) -> int:
 
 def _scales(layers: Sequence[LayerFacts], facts: VllmFacts) -> Iterator[tuple[float, float]]:
     """Yield the scales of each layer of the model. With pipeline stages they must be 1.0: a stage does not know the others'."""
-    own = [(1.0, 1.0) if layer.row_format else (layer.k_scale, layer.v_scale) for layer in layers]
+    own = [(1.0, 1.0) if layer.row_format else (layer.k_scale, layer.v_scale) for layer in _by_layer(layers)]
     if facts.pp_size == 1:
         yield from own
         return
@@ -511,14 +586,19 @@ def _scales(layers: Sequence[LayerFacts], facts: VllmFacts) -> Iterator[tuple[fl
 
 def _groups(layout: KVLayout, shard: Shard, layers: Sequence[LayerFacts]) -> Iterator[tuple[LayerGroup, LayerFacts]]:
     """Yield the layers of each page table, with one of those that have its block table. They share an element type."""
-    begin = shard.layers(layout).begin
+    begin, facts = shard.layers(layout).begin, _by_layer(layers)
     for group in layer_groups(layout):
         mine = group.layers_of(layout, shard)
         by_table: dict[tuple[int, str], list[int]] = {}
         for layer in mine or (begin,):
-            by_table.setdefault((layers[layer - begin].group, layout.layers[layer].dtype or ""), []).append(layer)
+            by_table.setdefault((facts[layer - begin].group, layout.layers[layer].dtype or ""), []).append(layer)
         for _, of_table in sorted(by_table.items()):
-            yield group if len(by_table) == 1 else replace(group, layers=tuple(of_table)), layers[of_table[0] - begin]
+            yield group if len(by_table) == 1 else replace(group, layers=tuple(of_table)), facts[of_table[0] - begin]
+
+
+def _by_layer(layers: Sequence[LayerFacts]) -> list[LayerFacts]:
+    """Return the facts of each layer of the layout: those of a state once for each of its parts."""
+    return [layer for layer in layers for _ in range(1 if layer.state is None else len(parts_of(layer.state)))]
 
 
 def _window_tables(layers: Sequence[LayerFacts]) -> Iterator[WindowTable]:

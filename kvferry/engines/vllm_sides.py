@@ -50,6 +50,12 @@ PageTables = Callable[[Sequence[Sequence[int]]], Sequence[list[int]]]
 TablesToFill = Callable[[Sequence[Sequence[int]], int], Sequence[Sequence[int]]]
 """As `PageTables`, for a prompt of so many tokens that is fetched; see `VllmLayout.tables_to_fill`."""
 
+TablesToRead = Callable[[Sequence[list[int]], int], Sequence[list[int]]]
+"""Returns the page tables of a request whose first tokens, so many, are computed; see `VllmLayout.tables_to_read`."""
+
+ClearTail = Callable[[Sequence[Sequence[int]], int], None]
+"""Zeroes the rest of the last block behind so many tokens of a prompt; see `VllmLayout.clear_tail`."""
+
 FirstNeededPages = Callable[[int], Sequence[int]]
 """Returns the first page that vLLM keeps in each page table, by the next token of a step."""
 
@@ -81,6 +87,19 @@ class OutgoingEnd:
     is_held: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncomingTail:
+    """A prompt that is fetched into blocks which another layer may have used.
+
+    Args:
+        blocks: Its blocks in each KV cache group.
+        num_tokens: Tokens that arrive, or are in the blocks already.
+    """
+
+    blocks: Blocks
+    num_tokens: int
+
+
 @dataclass(slots=True, kw_only=True)
 class StepMessage:
     """Scheduler -> every worker, with each step; pickled."""
@@ -88,6 +107,7 @@ class StepMessage:
     steps: list[OutgoingStep] = field(default_factory=list)
     ends: list[OutgoingEnd] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+    tails: list[IncomingTail] = field(default_factory=list)
 
 
 def request_id_of(name: str) -> str:
@@ -129,6 +149,28 @@ def _can_use_first_token(request: Any, params: Mapping[str, Any]) -> bool:
         and not request.use_structured_output
         and not request.resumable
     )
+
+
+def _why_state_stays(request: Any) -> str:
+    """Return why the request's recurrent states cannot be handed over; empty if they can."""
+    if request.max_tokens != 1:
+        return f"its max_tokens is {request.max_tokens}; it must be 1, because vLLM overwrites states as it generates"
+    if len(request.prompt_token_ids) < 2:
+        return "its prompt is one token; with recurrent states it must have two, because the decode side computes the last one"
+    if request.prompt_embeds is not None:
+        return (
+            "its prompt has embeddings; with recurrent states the prefill side leaves out the last token, and needs tokens only"
+        )
+    if getattr(request, "skip_reading_prefix_cache", False):
+        return "it is to be computed without any cache (prompt_logprobs, for example); the decode side computes its prompt"
+    return ""
+
+
+def _without_last_token(request: Any) -> None:
+    """Shorten the prompt of a request by a token. Its block hashes stay, because vLLM uses only those of computed tokens."""
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
 
 
 def _set(request: Any, **params: bool) -> None:
@@ -174,6 +216,8 @@ class SchedulerSide:
         engine_id: vLLM's name of this engine, for routers.
         recomputes: Whether vLLM computes a prompt whose KV did not arrive, instead of failing it (``kv_load_failure_policy``).
         windows: Blocks of sliding windows. None means that vLLM keeps blocks for every token.
+        state_block_tokens: Tokens of a block of recurrent states; 0 means that no layer has one. The decode side computes the
+            prompt's last token, and a state would then have it twice. So the prefill side leaves that token out.
         adapters: LoRA adapters. None means that vLLM runs without them.
     """
 
@@ -186,18 +230,21 @@ class SchedulerSide:
         engine_id: str,
         recomputes: bool,
         windows: WindowBlocks | None = None,
+        state_block_tokens: int = 0,
         adapters: VllmAdapters | None = None,
     ) -> None:
         self._leader = leader
         self._sides = sides
         self._tables_to_fill = tables_to_fill
         self._windows = WindowBlocks() if windows is None else windows
+        self._state_block_tokens = state_block_tokens
         self._adapters = adapters
         self._engine_id = engine_id
         self._recomputes = recomputes
         self._outgoing: dict[str, _Outgoing] = {}
         self._wanted: dict[str, _Wanted] = {}
         self._ends: list[OutgoingEnd] = []
+        self._tails: list[IncomingTail] = []
         self._numbers = itertools.count(1)
         self.may_use_first_tokens = False
         """Whether vLLM's scheduler calls `take_first_tokens` after each step."""
@@ -216,6 +263,8 @@ class SchedulerSide:
             _set(request, do_remote_decode=False)  # do not check it again
             log.warning("request_not_handed_over", request_id=request.request_id, reason=reason)
             return
+        if self._state_block_tokens:
+            _without_last_token(request)
         name = self._name(request)
         self._outgoing[request.request_id] = _Outgoing(
             name=name, transfer_id=transfer_id, num_prompt_tokens=len(request.prompt_token_ids)
@@ -232,6 +281,8 @@ class SchedulerSide:
             return "its prompt is embeddings, not tokens"
         if self._windows and request.max_tokens != 1:
             return f"its max_tokens is {request.max_tokens}; it must be 1, because vLLM frees blocks of windows as it generates"
+        if self._state_block_tokens and (reason := _why_state_stays(request)):
+            return reason
         if not isinstance(transfer_id, str) or not 1 <= len(transfer_id) <= MAX_TRANSFER_ID_CHARS or not is_utf8(transfer_id):
             return f"transfer_id is {transfer_id!r:.200}; it must have 1 to {MAX_TRANSFER_ID_CHARS} characters of UTF-8"
         return self._adapter_problem(request)
@@ -249,8 +300,9 @@ class SchedulerSide:
         params = _params_of(request)
         if not params.get("do_remote_prefill"):
             return 0, False
-        num_tokens = self._windows.num_loaded(len(request.prompt_token_ids or ()))
-        if num_computed >= num_tokens:
+        num_tokens = self._num_loaded(request)
+        if num_computed >= num_tokens or (self._state_block_tokens and num_computed % self._state_block_tokens):
+            # vLLM copies a state that it found inside a block at the next step, over one that is received before.
             self._settle_locally(request)
             return 0, False
         if request.request_id not in self._wanted and (reason := self._why_not_fetched(request, params)):
@@ -278,6 +330,16 @@ class SchedulerSide:
         wanted.is_offered = True
         return num_tokens - num_computed, True
 
+    def _moved_tokens(self, request: Any) -> list[int]:
+        """Return the tokens of the prompt that the prefill side computes."""
+        tokens: list[int] = request.prompt_token_ids or []
+        return tokens[:-1] if self._state_block_tokens else tokens
+
+    def _num_loaded(self, request: Any) -> int:
+        """Return the tokens of the prompt that vLLM loads; it computes the others."""
+        num_tokens = len(self._moved_tokens(request))
+        return num_tokens if self._state_block_tokens else self._windows.num_loaded(num_tokens)
+
     def _why_not_fetched(self, request: Any, params: Mapping[str, Any]) -> str:
         """Return why the KV that can be fetched differs from the KV that vLLM would compute or use; empty if it does not."""
         if DECODE not in self._sides:
@@ -297,6 +359,7 @@ class SchedulerSide:
         params = _params_of(request)
         uses_first_token = (
             self.may_use_first_tokens
+            and not self._state_block_tokens
             and _can_use_first_token(request, params)
             and not self._windows.loses_first_token(len(request.prompt_token_ids))
         )
@@ -306,7 +369,7 @@ class SchedulerSide:
             wanted.name,
             str(params.get("transfer_id") or ""),
             str(params.get("remote_address") or ""),
-            request.prompt_token_ids,
+            self._moved_tokens(request),
             start_token=start_token,
             needs_first_token=uses_first_token,
             traceparent=_traceparent_of(request),
@@ -334,16 +397,18 @@ class SchedulerSide:
         wanted = self._wanted.get(request.request_id)
         if num_external_tokens > 0 and wanted is not None and not wanted.is_bound:
             wanted.is_bound = True
-            num_tokens = len(request.prompt_token_ids)
+            num_tokens = len(self._moved_tokens(request))
             self._windows.leave_uncached(request.request_id, num_tokens, wanted.start_token)
+            if self._state_block_tokens:
+                self._tails.append(IncomingTail(blocks=tuple(list(table) for table in blocks), num_tokens=num_tokens))
             self._leader.bind(wanted.name, self._tables_to_fill(blocks, num_tokens), start_token=wanted.start_token)
             _set(request, do_remote_prefill=False)  # it is requested once, even if it fails
 
     def plan(self, scheduled: Any) -> StepMessage:
         """Return the message of a step; `scheduled` is vLLM's SchedulerOutput."""
         self._leader.check()
-        plan = StepMessage(ends=self._ends)
-        self._ends = []
+        plan = StepMessage(ends=self._ends, tails=self._tails)
+        self._ends, self._tails = [], []
         if not self._outgoing and not plan.ends:
             return plan
         for request_id in scheduled.preempted_req_ids or ():
@@ -409,7 +474,7 @@ class SchedulerSide:
         if not is_computed:
             self._leader.withdraw(outgoing.name, f"the prefill side's engine ended the request: {request.status}")
             return outgoing.has_blocks, None
-        first_token = next(iter(request.output_token_ids), None)
+        first_token = None if self._state_block_tokens else next(iter(request.output_token_ids), None)
         self._leader.finish(outgoing.name, first_token=first_token)
         return True, {
             "do_remote_prefill": True,
@@ -443,6 +508,8 @@ class WorkerSide:
         layer_ends: Number of layers of the layout up to and including each layer of the worker, by name. Empty means that the KV
             of all layers is reported after the step.
         first_needed_pages: See `FirstNeededPages`. None means that vLLM keeps all blocks.
+        tables_to_read: See `TablesToRead`. None means that they are those of `page_tables`.
+        clear_tail: See `ClearTail`. None means that blocks hold values of one element type only.
     """
 
     def __init__(
@@ -453,8 +520,12 @@ class WorkerSide:
         record: Callable[[], DeviceEvent] | None = None,
         layer_ends: Mapping[str, int] = MappingProxyType({}),
         first_needed_pages: FirstNeededPages | None = None,
+        tables_to_read: TablesToRead | None = None,
+        clear_tail: ClearTail | None = None,
     ) -> None:
         self._rank = rank
+        self._clear_tail = clear_tail
+        self._tables_to_read = tables_to_read
         self._first_needed_pages = first_needed_pages
         self._page_tables = page_tables
         self._record = record
@@ -465,6 +536,12 @@ class WorkerSide:
         self._reported: StepMessage | None = None  # step whose last layer is reported
         self._tables: dict[str, list[list[int]]] = {}  # page tables of requests that are handed over
         self._held: set[str] = set()  # requests whose blocks the scheduler keeps until they are reported as sent
+
+    def begin_loads(self, plan: StepMessage) -> None:
+        """Prepare the blocks of prompts that are fetched from this step on. None of their tokens is touched."""
+        if self._clear_tail is not None:
+            for tail in plan.tails:
+                self._clear_tail(tail.blocks, tail.num_tokens)
 
     def preempt(self, plan: StepMessage) -> None:
         """Stop reading the blocks of preempted requests, which the step is about to overwrite."""
@@ -508,8 +585,12 @@ class WorkerSide:
             self._begun = plan
             self._add_blocks(plan)
         event = self._record() if self._record is not None else None
-        prompts = [(step.name, self._tables[step.name], step.num_computed) for step in plan.steps]
+        prompts = [(step.name, self._readable(step), step.num_computed) for step in plan.steps]
         self._rank.progress_all(prompts, event, end_layer=end_layer)
+
+    def _readable(self, step: OutgoingStep) -> Sequence[list[int]]:
+        tables = self._tables[step.name]
+        return tables if self._tables_to_read is None else self._tables_to_read(tables, step.num_computed)
 
     def _add_blocks(self, plan: StepMessage) -> None:
         for step in plan.steps:

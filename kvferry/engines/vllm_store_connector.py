@@ -90,7 +90,7 @@ class KvferryStoreConnector(OffloadingConnector):
         check_version(vllm.__version__, allow_untested=config.allow_untested_vllm)
         _check_settings(vllm_config)
         facts = read_facts(vllm_config, kv_cache_config)
-        check(facts)
+        check(facts, has_store=True)
         _check_draft_layers(facts)
         changed = _with_offloading(vllm_config, config, host_bytes=_host_bytes(config, vllm_config, kv_cache_config))
         super().__init__(changed, role, kv_cache_config)
@@ -165,7 +165,7 @@ class KvferryStoreConnector(OffloadingConnector):
 
     def get_handshake_metadata(self) -> StorePages:
         facts = read_facts(self._vllm_config, self._kv_cache_config)
-        check(facts)  # quantisation of the caches is known now
+        check(facts, has_store=True)  # quantisation of the caches is known now
         assert self.connector_worker is not None
         spec = self.connector_worker.spec
         _forget_name(spec.region)

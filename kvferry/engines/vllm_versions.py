@@ -45,7 +45,7 @@ USED: Final[dict[str, tuple[str, ...]]] = {
         "request_id", "prompt_token_ids", "output_token_ids", "num_computed_tokens", "kv_transfer_params", "mm_features",
         "prompt_embeds", "status", "sampling_params", "max_tokens", "use_structured_output", "resumable", "lora_request",
         "skip_reading_prefix_cache", "trace_headers", "client_index", "stop_reason", "get_finished_reason", "record_event",
-        "take_events", "take_prefill_stats",
+        "take_events", "take_prefill_stats", "_all_token_ids", "num_prompt_tokens",
     ),
     "vllm.v1.request:RequestStatus": ALL,
     "vllm.lora.request:LoRARequest": ALL,
@@ -106,6 +106,7 @@ USED: Final[dict[str, tuple[str, ...]]] = {
     f"{_SPECS}:KVCacheGroupSpec": ALL,
     f"{_SPECS}:KVCacheTensor": ALL,
     f"{_SPECS}:KVQuantMode": ALL,
+    "vllm.v1.attention.backends.registry:MambaAttentionBackendEnum": ALL,
     f"{_LAYERS}.attention:Attention": (
         "get_attn_backend", "kv_sharing_target_layer_name", "_k_scale", "_k_scale_float", "_v_scale_float",
     ),

@@ -57,6 +57,11 @@ STATES: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "num_key_value_heads": 2,
 }  # fmt: skip
+MAMBA2: dict[str, Any] = {
+    "layer_types": ["mamba", "attention", "mamba", "mamba"], "num_local_experts": 0, "num_experts_per_tok": 0,
+    "shared_intermediate_size": 64, "hidden_size": 128, "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 16,
+    "num_key_value_heads": 2, "mamba_chunk_size": 64,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +108,9 @@ CASES = {
     "mistral-window": Case(kind="Mistral", sizes={"sliding_window": 64}, settings={"block_size": 32}),
     "mistral-window-groups": Case(kind="Mistral", sizes={"sliding_window": 64}, settings={"block_size": 32}, connector=GROUPS),
     "qwen3-next": Case(kind="Qwen3Next", sizes=STATES, connector=GROUPS),
+    "qwen3-next-tp2": Case(kind="Qwen3Next", sizes=STATES, settings=TP2, connector=GROUPS),
+    "granite4": Case(kind="GraniteMoeHybrid", sizes=MAMBA2, connector=GROUPS),
+    "granite4-tp2": Case(kind="GraniteMoeHybrid", sizes=MAMBA2, settings=TP2, connector=GROUPS),
 }
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from embedded_engine.model_files import read_model_files
 from kvferry.engines.vllm_facts import model_fields, read_facts
 from kvferry.engines.vllm_layout import describe
+from kvferry.engines.vllm_states import StateFacts
 from tests.adapters.vllm_memory import facts_of, recorded
 from transfer.errors import ConfigError
 from transfer.layout import LayerKind
@@ -126,13 +127,24 @@ def test_windows_scales_states_and_packings() -> None:
     specs = (
         attention_spec("SlidingWindowSpec", sliding_window=64),
         attention_spec(kv_quant_mode=SimpleNamespace(name="FP8_PER_TENSOR"), dtype=torch.uint8),
-        of_class("MambaSpec", block_size=512, shapes=((4, 3),)),
+        of_class(
+            "MambaSpec",
+            block_size=512,
+            shapes=((3, 40), (2, 8, 4)),
+            dtypes=(torch.bfloat16, torch.float32),
+            mamba_type=SimpleNamespace(name="GDN_ATTN"),
+            tp_replicated=False,
+            num_speculative_blocks=1,
+        ),
         attention_spec("MLAAttentionSpec", head_size=576, head_size_v=0, num_kv_heads=1, cache_role="sparse", model_version=None),
     )
     found = read_facts(config(compilation_config={"static_forward_context": modules}), groups(*specs)).layers
     assert found[0].window_tokens == 64
     assert (found[1].k_scale, found[1].v_scale, found[1].num_scales, found[1].quant_mode) == (0.5, 2.0, 3, "FP8_PER_TENSOR")
     assert (found[2].spec, found[2].block_size, found[2].num_kv_heads) == ("MambaSpec", 512, 0)
+    assert found[2].state == StateFacts(
+        kind="GDN_ATTN", shapes=((3, 40), (2, 8, 4)), dtypes=("bfloat16", "float32"), num_draft_blocks=1
+    )
     assert (found[3].k_head_dim, found[3].v_head_dim, found[3].is_packed_otherwise) == (576, 0, False)
     # A merged spec of full attention may name a window: its blocks are kept all the same.
     assert read_facts(config(), groups(attention_spec(sliding_window=64))).layers[0].window_tokens == 0

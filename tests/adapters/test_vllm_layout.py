@@ -436,21 +436,6 @@ def test_blocks_that_are_cut_for_the_kernel_and_cannot_be_joined() -> None:
 # What is refused, by name
 
 
-@pytest.mark.parametrize(
-    ("case", "match"),
-    [
-        (
-            "qwen3-next",
-            r"layer model\.layers\.0\.linear_attn keeps a recurrent state \(MambaSpec\); it cannot be moved yet \(KV.* group \d",
-        ),
-    ],
-)
-def test_recorded_instances_that_are_refused(case: str, match: str) -> None:
-    for written in ranks(recorded(case)):
-        with pytest.raises(LayoutError, match=match):
-            describe(facts_of(written["facts"]))
-
-
 def with_layer(facts: VllmFacts, **changes: Any) -> VllmFacts:
     """The rank's last layer is another."""
     *others, last = facts.layers

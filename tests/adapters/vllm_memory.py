@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvferry.engines.vllm_facts import INDEXER_ROWS, LayerFacts, VllmFacts
+from kvferry.engines.vllm_states import StateFacts
 from transfer.layout import LayerKind, LayerSpec
 
 ROW_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
@@ -31,7 +32,7 @@ def ranks(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def facts_of(written: Mapping[str, Any], **changes: Any) -> VllmFacts:
     fields = dict(written)
     fields["stage_layers"] = tuple(fields["stage_layers"])
-    fields["layers"] = tuple(LayerFacts(**layer) for layer in fields["layers"])
+    fields["layers"] = tuple(LayerFacts(**{**layer, "state": _state_of(layer.get("state"))}) for layer in fields["layers"])
     fields["model_layers"] = tuple(LayerSpec(**{**one, "kind": LayerKind(one["kind"])}) for one in fields["model_layers"])
     return dataclasses.replace(VllmFacts(**fields), **changes)
 
@@ -68,6 +69,13 @@ def placed_apart(layers: Sequence[LayerFacts], *, num_blocks: int) -> tuple[dict
         }
         end += num_blocks * block * size
     return tensors, end
+
+
+def _state_of(written: Mapping[str, Any] | None) -> StateFacts | None:
+    if written is None:
+        return None
+    shapes = tuple(tuple(shape) for shape in written["shapes"])
+    return StateFacts(**{**written, "shapes": shapes, "dtypes": tuple(written["dtypes"])})
 
 
 class Memory:
