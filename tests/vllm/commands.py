@@ -9,6 +9,7 @@ started side by side, take 40 s of two cores and 5.3 GB.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_CACHE_ROOT": str(CACHE),
-    "PYTHONPATH": str(SITE),
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH")))),
 }
 
 
