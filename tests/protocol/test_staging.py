@@ -349,3 +349,45 @@ def test_a_session_that_always_has_a_piece_leaves_its_slot_to_one_that_waits() -
     assert other.piece.request_id == "other"
     sender.finish(other.place)
     assert [gather.piece.request_id for gather in gathers(sender.watermark(CELL, session=2))] == ["3"]
+
+
+def test_sessions_that_found_no_slot_begin_all_that_waits_in_the_order_in_which_they_came() -> None:
+    sender = SenderHand(decode_tp=4, num_slots=1, slot_bytes=LONG_BYTES // 2, ring_cells=64)
+    every, plan = sender.routes, ChunkPlan(chunk_tokens=256)
+    for name, route in (("first", 0), ("a", 2), ("b", 1), ("c", 2)):
+        sender.routes = every[route : route + 1]
+        sender.start(name, num_tokens=4, plan=plan)
+    sender.routes = every
+    (begun,) = gathers([*sender.grant({0: cells(0, 1)}, "first", route=every[0].index), *sender.compute(0, "first")])
+    for name, route, place in (("a", 2, 0), ("b", 1, 0), ("c", 2, 1)):
+        assert not gathers(sender.compute(0, name))
+        assert not gathers(sender.grant({0: cells(place, place + 1)}, name, route=every[route].index))
+    sender.finish(begun.place)
+    then = gathers(sender.watermark(CELL, session=1))
+    assert [gather.piece.request_id for gather in then] == ["a", "c"]
+    for gather in then:
+        sender.finish(gather.place)
+    (last,) = gathers(sender.watermark(2 * CELL, session=3))
+    assert last.piece.request_id == "b"
+
+
+def test_sessions_that_have_places_take_turns_for_a_free_slot() -> None:
+    sender = SenderHand(decode_tp=2, num_slots=3, ring_cells=64)
+    both = sender.routes
+    begun: dict[str, int] = {}
+
+    def ready(name: str, route: int, place: int) -> None:
+        sender.routes = both[route : route + 1]
+        sender.start(name, num_tokens=4)
+        sender.routes = both
+        sender.compute(0, name)
+        actions = sender.grant({0: cells(place, place + 1)}, name, route=both[route].index)
+        begun.update({gather.piece.request_id: gather.place for gather in gathers(actions)})
+
+    for name, route, place in (("a0", 0, 0), ("a1", 0, 1), ("b0", 1, 0), ("a2", 0, 2), ("a3", 0, 3), ("b1", 1, 1)):
+        ready(name, route, place)
+    assert list(begun) == ["a0", "a1", "b0"]
+    for position, (over, then) in enumerate((("a0", "a2"), ("a1", "b1")), 1):
+        sender.finish(begun[over])
+        (gather,) = gathers(sender.watermark(position * CELL, session=1))
+        assert gather.piece.request_id == then

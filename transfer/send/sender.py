@@ -56,6 +56,7 @@ position that blocks them (`transfer.ring_index`).
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import assert_never
@@ -131,6 +132,9 @@ class Sender:
         self._now_s = 0.0
         # Sessions with a piece that needs only a place to begin. The session that had a place last comes last.
         self._eager: dict[int, SessionState] = {}
+        # The same, but without a place when no slot was free. They come first when one is. A busy rank has a thousand of them.
+        self._blocked: OrderedDict[int, SessionState] = OrderedDict()
+        self._granted: dict[int, SessionState] = {}  # staged sessions with held grants
 
     @property
     def num_requests(self) -> int:
@@ -206,7 +210,7 @@ class Sender:
                 self._on_tick()
             case _:
                 assert_never(event)
-        if self._eager:
+        if self._eager or (self._blocked and self._staging.num_free):
             self._begin_ready_pieces()
         actions, self._actions = self._actions, []
         return actions
@@ -237,7 +241,8 @@ class Sender:
 
     def _on_session_lost(self, event: SenderSessionLost) -> None:
         self._sessions.pop(event.session, None)
-        self._eager.pop(event.session, None)
+        for sessions in (self._eager, self._blocked, self._granted):
+            sessions.pop(event.session, None)
         self._divide_staging()
         for request in list(self._requests.values()):
             lost = [route for route in request.routes.values() if route.session == event.session and route.pieces]
@@ -362,7 +367,7 @@ class Sender:
 
     def _note_free(self, number: int, session: SessionState) -> None:
         """Queue the session for a look if waiting grants may have become writable, or must be looked at."""
-        if session.waiting.has_free or session.waiting.has_later:
+        if number not in self._blocked and (session.waiting.has_free or session.waiting.has_later):
             self._eager[number] = session
 
     def _begin_ready_pieces(self) -> None:
@@ -375,12 +380,8 @@ class Sender:
         if unlooked is not None:  # one session in each turn, however expensive peers make their looks
             self._eager[unlooked] = self._eager.pop(unlooked)
             self._eager[unlooked].waiting.begin_turn()
-        starving = _Starving(self._sessions, self._eager, self._staging)
-        has_one = self._staging.has_one
-        for number, session in list(self._eager.items()):
-            # Without a free slot, only a session with a place has room. Most sessions of a busy rank have none.
-            if not (self._staging.num_free or session.is_direct or has_one(number)):
-                continue
+        starving = _Starving(self._granted, self._blocked, self._eager, self._staging)
+        for number, session in self._in_turn():
             waiting = session.waiting
             while waiting.has_free:
                 if session.is_direct:
@@ -393,6 +394,19 @@ class Sender:
                 self._eager[number] = self._eager.pop(number)  # after the others
             if not waiting.has_free and not waiting.has_later:
                 del self._eager[number]
+
+    def _in_turn(self) -> Iterator[tuple[int, SessionState]]:
+        """Return the sessions of a turn: blocked ones while a slot is free, then eager ones. Block those that have no room."""
+        eager, has_one = list(self._eager.items()), self._staging.has_one
+        while self._blocked and self._staging.num_free:
+            number, session = self._blocked.popitem(last=False)
+            self._eager[number] = session
+            yield number, session
+        for number, session in eager:
+            if self._staging.num_free or session.is_direct or has_one(number) or session.waiting.has_later:
+                yield number, session
+            else:
+                self._blocked[number] = self._eager.pop(number)
 
     def _stage(self, piece: SenderPiece, starving: _Starving) -> bool:
         """Give the piece a place in staging memory, unless other sessions come first."""
@@ -530,6 +544,8 @@ class Sender:
             elif piece.stage is SenderStage.ASKED:
                 piece.grant = grant
                 state.held.add(issued.begin)
+                if not state.is_direct:
+                    self._granted[session] = state
                 piece.stage, piece.since_s = SenderStage.GRANTED, self._now_s
                 if piece.chunk.index in request.computed:
                     self._mark_ready(piece)
@@ -616,6 +632,8 @@ class Sender:
         if session is not None and piece.grant is not None:
             session.held.discard(piece.grant.begin)
             session.waiting.discard(piece.grant)
+            if not session.held:
+                self._granted.pop(piece.session, None)
 
     def _decline_unknown(self, number: int, grant: Grant, *, attempt: int) -> None:
         """Decline a grant that belongs to no request here, if it is possible: a peer may send anything."""
@@ -687,9 +705,15 @@ class Sender:
 class _Starving:
     """Staged sessions without a place, during one turn: sessions that have one may have to leave room for them."""
 
-    def __init__(self, sessions: Mapping[int, SessionState], eager: Mapping[int, SessionState], staging: StagingArena) -> None:
-        self._sessions = sessions
-        self._eager = eager
+    def __init__(
+        self,
+        granted: Mapping[int, SessionState],
+        blocked: Mapping[int, SessionState],
+        eager: Mapping[int, SessionState],
+        staging: StagingArena,
+    ) -> None:
+        self._granted = granted
+        self._waiting = (blocked, eager)
         self._staging = staging
 
     @cached_property
@@ -698,13 +722,15 @@ class _Starving:
 
         Otherwise a peer that takes nothing over could hold every slot, and stop the transfers of all other peers.
         """
-        return any(session.held for session in self._placeless(self._sessions))
+        return not self._granted.keys() <= self._staging.sessions
 
     @cached_property
     def wait_for_slot(self) -> bool:
         """Whether a session without a place has a piece that could begin. Read only if no slot is free, until the turn ends."""
-        return any(session.waiting.has_free for session in self._placeless(self._eager))
-
-    def _placeless(self, sessions: Mapping[int, SessionState]) -> Iterator[SessionState]:
         has_one = self._staging.has_one
-        return (session for number, session in sessions.items() if not session.is_direct and not has_one(number))
+        return any(
+            session.waiting.has_free
+            for sessions in self._waiting
+            for number, session in sessions.items()
+            if not session.is_direct and not has_one(number)
+        )

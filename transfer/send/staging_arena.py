@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, KeysView
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -153,6 +153,11 @@ class StagingArena:
     def has_one(self, session: int) -> bool:
         """Return whether the session has a place."""
         return session in self._num_of
+
+    @property
+    def sessions(self) -> KeysView[int]:
+        """Sessions that have a place."""
+        return self._num_of.keys()
 
     def begins(self) -> list[int]:
         """Return the begins of all places, in ascending order."""
