@@ -76,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     for name, (default, _) in _OF_NODES.items():
         with_nodes = f"; with --nodes {_LOOKED_FROM[name]}, or the least that is no worse" if name in _LOOKED_FROM else ""
         add(f"--{name}", type=int, help=f"as the nodes' setting; default {default}{with_nodes}")
+    add("--group-size", type=int, help="prefill nodes that a decode node joins; default: all; with --placement told or alike")
     add("--placement", choices=[str(one) for one in Placement], default="order", help="told is what nodes do, and slower")
     add("--json", type=Path, metavar="FILE", help="write settings, stage times and outcome there")
     return made
@@ -134,6 +135,7 @@ def settings_of(arguments: argparse.Namespace) -> ClusterSettings:
         prefill_running=arguments.prefill_running,
         decode_running=arguments.decode_running,
         placement=Placement(arguments.placement),
+        group_size=arguments.group_size,
     )
 
 

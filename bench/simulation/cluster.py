@@ -12,7 +12,7 @@ from bench.simulation.request import Request
 from bench.simulation.settings import ClusterSettings, Placement
 from bench.simulation.stage_times import StageTimes
 from kvferry.bench_serve.workload import Planned
-from transfer.connector.prefill_routing import Candidate, place
+from transfer.connector.prefill_routing import Candidate, group_of, place
 
 
 class Cluster:
@@ -70,6 +70,8 @@ class Cluster:
             for decode in self.decode:
                 decode.life = self._chance.getrandbits(64)
                 decode.candidates = [self._new_candidate(life) for life in lives]
+                every = [str(index) for index in indexes]
+                decode.group = [int(name) for name in group_of(every, chooser=f"decode {decode.index}", size=settings.group_size)]
 
     def run(self, planned: Sequence[Planned]) -> list[Request]:
         """Put the load on it and go on until every request is over.
@@ -136,7 +138,9 @@ class Cluster:
 
     def _place(self, node: DecodeNode) -> int:
         if node.candidates:
-            return place(self._candidates(node), chooser=node.life, held_tokens={}, prefix_tokens=0)
+            every = self._candidates(node)
+            joined = [every[index] for index in node.group]
+            return node.group[place(joined, chooser=node.life, held_tokens={}, prefix_tokens=0)]
         known = self._all_outstanding if self.settings.placement is Placement.INFORMED else node.outstanding
         least = min(known)
         if self.settings.placement is Placement.FIRST:

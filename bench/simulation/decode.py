@@ -55,6 +55,7 @@ class DecodeNode:
         self.told: list[int | None] = [None] * settings.num_prefill
         self.life = 0
         self.candidates: list[Candidate] = []
+        self.group: list[int] = []  # those of them that it has joined
         self.num_steps = 0
         self.busy_s = 0.0
         self.batch_area = 0

@@ -46,6 +46,7 @@ class ClusterSettings:
         queue_timeout_s: ``limits.queue_timeout_s``.
         retry_s: After which a request that got no room asks again.
         placement: Among prefill nodes. Requests go to decode nodes by turns.
+        group_size: ``placement.group_size``, where placement is `told` or `alike`.
         heartbeat_s: ``heartbeat.interval_s``: between two heartbeats of a prefill node to a decode node.
     """
 
@@ -65,6 +66,7 @@ class ClusterSettings:
     queue_timeout_s: float = 60.0
     retry_s: float = 0.05
     placement: Placement = Placement.TURNS
+    group_size: int | None = None
     heartbeat_s: float = 0.5
 
     def __post_init__(self) -> None:
