@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +16,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvferry.demo.kinds import KINDS, ModelKind
-from kvferry.demo.model import make_demo_model
-
-FEW = 12
+FEW = 4
 """The last tokens of the vocabulary."""
 
 AUX_LAYERS = (1, 2, 3)
 """Layers whose hidden states EAGLE-3 reads."""
-
-LATENT: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
-"""The only size of a latent that vLLM's kernel for CPUs has."""
 
 
 def make_few_words(directory: Path, model: Path) -> Path:
     """Copy a model, such that it generates `FEW` tokens only."""
     shutil.copytree(model, directory)
     keep_few_words(directory)
-    return directory
-
-
-def make_latents_with_mtp(directory: Path) -> Path:
-    """Make a DeepSeek-V3 that generates `FEW` tokens only, with an MTP layer behind its own."""
-    kind = KINDS[ModelKind.MLA]
-    make_demo_model(directory, kind=replace(kind, config={**kind.config, **LATENT}))
-    keep_few_words(directory)
-    add_mtp_layer(directory)
     return directory
 
 
@@ -115,9 +99,7 @@ def make_eagle3(directory: Path, model: Path, *, seed: int = 0) -> Path:
 
 
 def draft_layer_bytes(config: Mapping[str, Any]) -> int:
-    """Return the bytes of a token in one layer, in float32. The draft layers of these models have the size of the others."""
-    if "kv_lora_rank" in config:
-        return 4 * (int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]))
+    """Return the bytes of a token in one layer, in float32. The draft layer has the size of the others."""
     return 4 * 2 * int(config["num_key_value_heads"]) * int(config["head_dim"])
 
 
