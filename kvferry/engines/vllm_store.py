@@ -42,6 +42,9 @@ PAGE_FORMAT: Final = 1
 BATCH_BYTES: Final = 32 << 20
 """Bytes that are saved or loaded at once. The client allocates the same amount in addition."""
 
+_LATER_FIELDS: Final = ("row_format", "is_draft", "state")
+"""Fields of a layer that earlier releases do not have."""
+
 LOOP_TIMEOUT_S: Final = 30.0
 """Longest wait for kvferry's loop at start and at end. The loop has deadlines of its own."""
 
@@ -89,8 +92,8 @@ def rank_fields(facts: VllmFacts, caches: Mapping[str, Tensor], *, is_portable: 
 
 
 def _layer_fields(layer: LayerFacts) -> dict[str, object]:
-    """Return the fields of a layer. Fields that earlier releases lack are left out if empty, so their pages stay valid."""
-    return {name: value for name, value in asdict(layer).items() if value or name not in ("row_format", "is_draft")}
+    """Return the fields of a layer. Later fields are left out if empty, so pages of earlier releases stay valid."""
+    return {name: value for name, value in asdict(layer).items() if value or name not in _LATER_FIELDS}
 
 
 def fingerprint(ranks: Sequence[RankPages], *, model: Mapping[str, str], chunks: Mapping[str, object]) -> str:

@@ -321,3 +321,13 @@ def test_workers_that_do_not_agree_are_named() -> None:
     (plain,) = pages_of("llama-block32", is_portable=True)
     with pytest.raises(LayoutError, match="the workers have pages of 4096, 8192 bytes"):
         fingerprint([plain, replace(plain, page_bytes=8192)], model=MODEL, chunks=CHUNKS)
+
+
+def test_pages_of_earlier_releases_stay_valid() -> None:
+    """A layer that could be stored then has the fields of then, so its fingerprint is the same."""
+    for is_portable in (False, True):
+        layers: Any = pages_of("llama-block32", is_portable=is_portable)[0].fields["layers"]
+        assert list(layers[0]) == [
+            "name", "group", "spec", "block_size", "num_kv_heads", "k_head_dim", "v_head_dim", "dtype", "window_tokens",
+            "quant_mode", "is_packed_otherwise", "backend", "isa", "k_scale", "v_scale", "num_scales",
+        ]  # fmt: skip
