@@ -7,6 +7,7 @@ ever want the same one.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import secrets
 import signal
@@ -113,23 +114,22 @@ class Server:
         return "\n".join([f"--- {self.name}, the last lines of {self.log}", *lines[-num_lines:]])
 
     def _is_healthy(self) -> bool:
-        if not self._port:
-            self._port = self._listening_port()
-        if not self._port:
-            return False
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5.0) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
-            return False
+        for port in [self._port] if self._port else self._listening_ports():
+            # With data parallelism, the first process also listens for those after it, and answers no HTTP there.
+            refused = contextlib.suppress(OSError, http.client.HTTPException)
+            with refused, urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=5.0) as answer:
+                if answer.status == 200:
+                    self._port = port
+                    return True
+        return False
 
-    def _listening_port(self) -> int:
-        """0 while the first process listens on none; those after it have ports for each other."""
+    def _listening_ports(self) -> list[int]:
+        """Those of the first process; none until it listens."""
         try:
             sockets = psutil.Process(self.pid).net_connections("tcp")
         except psutil.Error:
-            return 0
-        return next((one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN), 0)
+            return []
+        return [one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN]
 
 
 class Servers:
