@@ -92,17 +92,16 @@ class Tab:
         assert "exceptionDetails" not in found, f"{expression}: {found['exceptionDetails']}"
         return found["result"].get("value")
 
-    def until(self, expression: str, *, timeout_s: float = 20.0) -> Any:
-        """Wait until the value of an expression is true; return it.
+    def until(self, expression: str, *, timeout_s: float = 20.0) -> None:
+        """Wait until JavaScript takes the value of an expression as true, as it does an element.
 
         Raises:
             AssertionError: It is not true within `timeout_s`.
         """
         deadline_s = time.monotonic() + timeout_s
-        while not (value := self.value(expression)):
-            assert time.monotonic() < deadline_s, f"{expression} is {value!r} after {timeout_s:g} s; {self.messages}"
+        while not self.value(f"Boolean({expression})"):
+            assert time.monotonic() < deadline_s, f"{expression} is not true after {timeout_s:g} s; {self.messages}"
             time.sleep(0.05)
-        return value
 
     def size(self, width: int, height: int, *, scale: float = 1.0) -> None:
         """Set the size of the window in CSS pixels."""
