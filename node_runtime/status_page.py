@@ -100,10 +100,18 @@ class StatusPage:
     Args:
         picture: Returns the current state, on the loop.
         shows_request_ids: Whether to show request ids as clients chose them; otherwise a word stands for each.
+        clock: Returns monotonic seconds.
     """
 
-    def __init__(self, picture: Callable[[], Awaitable[Picture]], *, shows_request_ids: bool) -> None:
+    def __init__(
+        self,
+        picture: Callable[[], Awaitable[Picture]],
+        *,
+        shows_request_ids: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._picture = picture
+        self._clock = clock
         self._shows_request_ids = shows_request_ids
         self._key = secrets.token_bytes(16)
         self._made = b""
@@ -113,7 +121,7 @@ class StatusPage:
 
     async def json(self) -> bytes:
         """Return the current content."""
-        if time.monotonic() - self._made_s < KEPT_S:
+        if self._clock() - self._made_s < KEPT_S:
             return self._made
         if self._making is None or self._making.done():
             self._making = asyncio.ensure_future(self._make())
@@ -122,13 +130,13 @@ class StatusPage:
     async def _make(self) -> bytes:
         picture = await self._picture()
         self._made = await asyncio.to_thread(self._render, picture)
-        self._made_s = time.monotonic()
+        self._made_s = self._clock()
         return self._made
 
     def _render(self, picture: Picture) -> bytes:
         from transfer.registry.plain_values import plain
 
-        now_s = time.monotonic()
+        now_s = self._clock()
         requests = picture.requests.requests[:MAX_REQUESTS]
         status = self._spared(picture.status)
         others = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import pytest
@@ -81,9 +82,16 @@ class Served:
     def start(self) -> None:
         self._thread.start()
 
-    def serve(self, *, shows_request_ids: bool = False, has_page: bool = True, host_names: tuple[str, ...] = ()) -> str:
+    def serve(
+        self,
+        *,
+        shows_request_ids: bool = False,
+        has_page: bool = True,
+        host_names: tuple[str, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> str:
         """Start another server of the same node; return its URL."""
-        page = StatusPage(self._picture, shows_request_ids=shows_request_ids) if has_page else None
+        page = StatusPage(self._picture, shows_request_ids=shows_request_ids, clock=clock) if has_page else None
         server = HealthServer(lambda: Readiness(is_ready=True), lambda: (), page=page, host_names=host_names)
         self._servers.append(server)
         port = asyncio.run_coroutine_threadsafe(server.start("127.0.0.1", 0), self._loop).result(10)

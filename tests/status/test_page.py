@@ -7,11 +7,7 @@ import http.client
 import json
 import re
 import time
-from types import SimpleNamespace
 
-import pytest
-
-from node_runtime import status_page
 from node_runtime.cluster_view import Seen
 from node_runtime.status_page import HEADERS, MAX_REQUESTS, PAGE, Picture, StatusPage
 from tests.status.served import DECODE_INCARNATION, REQUESTS, Served, decode_status, prefill_status, read, served, server
@@ -108,9 +104,8 @@ def test_numbers_that_json_has_no_word_for_do_not_break_it(served: Served) -> No
     assert links[0]["bandwidth_bytes_per_s"] is None and links[1]["latency_s"] is None
 
 
-def test_the_speed_of_a_link_is_an_average_over_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speed_of_a_link_is_an_average_over_the_last_seconds() -> None:
     now_s, moved = 0.0, (10**9, 1.0, 0.5)
-    monkeypatch.setattr(status_page, "time", SimpleNamespace(monotonic=lambda: now_s, time=lambda: 0.0))
 
     async def look() -> Picture:
         other = prefill_status()
@@ -119,7 +114,7 @@ def test_the_speed_of_a_link_is_an_average_over_the_last_seconds(monkeypatch: py
         others = {"127.0.0.1:7001": Seen(address="127.0.0.1:7001", status=other)}
         return Picture(address="d:1", status=decode_status(), requests=pb.ListRequestsResponse(), others=others)
 
-    page = StatusPage(look, shows_request_ids=False)
+    page = StatusPage(look, shows_request_ids=False, clock=lambda: now_s)
 
     async def speed(at_s: float) -> list[str]:
         nonlocal now_s

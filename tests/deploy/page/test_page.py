@@ -9,6 +9,7 @@ from typing import Any, Final
 import pytest
 
 from node_runtime.cluster_view import Seen
+from node_runtime.status_page import KEPT_S
 from tests.deploy.page.chromium import Tab
 from tests.status.served import DECODE_INCARNATION, REQUESTS, Served, decode_status, prefill_status, served, server
 from transfer.pb import kvferry_pb2 as pb
@@ -89,15 +90,23 @@ def test_both_tiers_links_and_requests_are_shown_as_reported(browser: Tab, serve
 
 
 def test_a_link_in_use_is_compared_with_its_probe(browser: Tab, served: Served) -> None:
+    """The page's clock moves with the reports, so that both are in its window however slow the browser is."""
+    now_s = 0.0
+
     def report(num_bytes: int, busy_s: float, probe_s: float) -> None:
+        nonlocal now_s
         status = prefill_status()
         status.ranks[0].link_uses.add(
             peer_incarnation=DECODE_INCARNATION, decode_rank=1, written_bytes=num_bytes, busy_s=busy_s, probe_s=probe_s
         )
-        served.set_status(decode_status(), [], Seen(address="127.0.0.1:7001", status=status, at_s=time.monotonic()))
+        served.set_status(decode_status(), [], Seen(address="127.0.0.1:7001", status=status, at_s=now_s))
+        now_s += KEPT_S  # until then, the page repeats its last content
 
     report(10**9, 1.0, 0.5)
-    browser.open(served.serve())
+    browser.reset()
+    browser.open(served.serve(clock=lambda: now_s))
+    browser.until("[...document.querySelectorAll('#links td')].some(cell => cell.innerText === 'not known')")
+    report(10**9, 1.0, 0.5)
     browser.until("[...document.querySelectorAll('#links td')].some(cell => cell.innerText === 'idle')")
     report(10**9 + 150_000_000, 1.1, 0.55)
     browser.until("document.querySelector('[aria-label=\"link now\"]')")
