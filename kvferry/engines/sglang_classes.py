@@ -75,7 +75,7 @@ class KvferryManager(BaseKVManager):
         self.kv_args = args
         is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         _check_supported(args, server_args, queue, is_prefill=is_prefill)
-        pool = _read_pool(queue)
+        pool = _read_pool(queue, kinds={GROUPS_OF_STATES[state] for state in args.state_types})
         self.is_on_gpu = pool.view.device.type == "cuda"
         meet_timeout_s = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
         config = sglang_settings(os.environ, device=pool.view.device.type, meet_timeout_s=meet_timeout_s)
@@ -379,7 +379,7 @@ def _check_supported(args: Any, server_args: Any, queue: Any, *, is_prefill: boo
         )
 
 
-def _read_pool(queue: Any) -> SglangPool:
+def _read_pool(queue: Any, kinds: set[GroupKind]) -> SglangPool:
     parallel, scheduler = get_parallel(), queue.scheduler
     model, draft = scheduler.model_config, _draft_runner(scheduler)
     cut = EngineCut(
@@ -400,7 +400,9 @@ def _read_pool(queue: Any) -> SglangPool:
         found: list[StageLayers] = parallel.pp_group.all_gather_object(own) if parallel.pp_size > 1 else [own]
         return found
 
-    return read_pool(queue.token_to_kv_pool, cut, draft_pool=queue.draft_token_to_kv_pool, gather_stages=gather_stages)
+    return read_pool(
+        queue.token_to_kv_pool, cut, draft_pool=queue.draft_token_to_kv_pool, kinds=kinds, gather_stages=gather_stages
+    )
 
 
 def _draft_runner(scheduler: Any) -> Any:

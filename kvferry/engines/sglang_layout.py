@@ -10,7 +10,7 @@ A recurrent layer is several of them, one for each part of its state that is sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -101,6 +101,7 @@ def read_pool(
     cut: EngineCut,
     *,
     draft_pool: Any = None,
+    kinds: Collection[GroupKind] = (),
     gather_stages: Callable[[StageLayers], Sequence[StageLayers]] = lambda own: [own],
 ) -> SglangPool:
     """Return views of SGLang's pools. Nothing is copied.
@@ -108,6 +109,7 @@ def read_pool(
     Args:
         pool: KV cache of the scheduler's allocator.
         draft_pool: KV cache of speculative decoding's draft model.
+        kinds: Kinds of layers for which SGLang passes pages of their own.
         gather_stages: Returns the layers of every pipeline stage, in order. All stages call it together.
 
     Raises:
@@ -137,6 +139,8 @@ def read_pool(
         stage_layers=tuple(len(stage.specs) for stage in stages) if cut.pp_size > 1 else None,
     )
     groups = tuple(_groups(layout))
+    if missing := sorted(set(kinds) - {group.kind for group in groups}):
+        raise LayoutError(f"SGLang keeps {missing[0]} pages beside its {type(pool).__name__}, which cannot be moved yet")
     pages = sum((stage.num_pages for stage in stages), ())
     view = PoolView(
         layout=layout,

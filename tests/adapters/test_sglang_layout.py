@@ -228,6 +228,13 @@ async def test_states_of_two_ranks_become_those_of_one() -> None:
     assert torch.equal(cache.conv[0][1, 6], convolution) and torch.equal(cache.temporal[1, 6], recurrence)
 
 
+def test_states_that_the_pool_does_not_have_are_refused() -> None:
+    """In SGLang, models with windows and states (Inkling) have a pool of windows, and states that only requests refer to."""
+    with pytest.raises(LayoutError, match="SGLang keeps state pages beside its SWAKVPool, which cannot be moved yet"):
+        read_pool(pool_of("swa"), cut(window_tokens=40), kinds=[WINDOW, STATE])
+    assert read_pool(pool_of("hybrid_gdn"), cut(), kinds=[STATE]).view.groups[1].kind is STATE
+
+
 # Sparse indexers
 
 
