@@ -69,9 +69,14 @@ class EngineCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """The layers of one pipeline stage, as the other stages must know them."""
+    """The layers of one pipeline stage, as the other stages must know them.
+
+    Args:
+        element: Element type of layers that do not have one of their own; None if all have one.
+    """
 
     specs: tuple[LayerSpec, ...]
+    element: DType | None
     scales: tuple[Scales, ...]
     num_pages: tuple[int, ...]  # by layer
 
@@ -120,13 +125,14 @@ def read_pool(
     if draft_pool is not None:
         layers += _draft_layers(draft_pool, cut, order)
     model_dtype = _dtype(cut.dtype, "the model computes in")
-    element = _element_of(layers, model_dtype)
     own = StageLayers(
         specs=tuple(layer.spec for layer in layers),
+        element=_element_of(layers),
         scales=tuple(layer.scales for layer in layers),
         num_pages=tuple(len(layer.buffers.k) for layer in layers),
     )
     stages = list(gather_stages(own))
+    element = _element_of_stages(stages) or model_dtype
     layout = KVLayout(layers=sum((stage.specs for stage in stages), ()), dtype=model_dtype)
     shard = Shard(
         tp_size=cut.tp_size,
@@ -382,8 +388,8 @@ def _part(state: Tensor, cut: EngineCut, name: str) -> _Layer:
     return _Layer(name=name, spec=spec, buffers=LayerBuffers(k=state.unsqueeze(1), v=None))
 
 
-def _element_of(layers: Sequence[_Layer], model: DType) -> DType:
-    """Return the element type of the layers that do not have one of their own."""
+def _element_of(layers: Sequence[_Layer]) -> DType | None:
+    """Return the element type of the layers that do not have one of their own; None if all have one."""
     found: dict[Any, _Layer] = {}
     for layer in layers:
         if layer.spec.dtype is None:
@@ -391,7 +397,15 @@ def _element_of(layers: Sequence[_Layer], model: DType) -> DType:
     if len(found) > 1:
         named = ", ".join(f"{layer.name} in {dtype}" for dtype, layer in found.items())
         raise LayoutError(f"layers are stored in {len(found)} element types ({named}); must be one")
-    return _dtype(str(next(iter(found))), "the pool is stored as") if found else model
+    return _dtype(str(next(iter(found))), "the pool is stored as") if found else None
+
+
+def _element_of_stages(stages: Sequence[StageLayers]) -> DType | None:
+    """Return the element type of all stages: one of them may have recurrent layers alone."""
+    found = sorted({stage.element for stage in stages if stage.element is not None})
+    if len(found) > 1:
+        raise LayoutError(f"stages store layers in {len(found)} element types ({', '.join(found)}); must be one")
+    return found[0] if found else None
 
 
 def _groups(layout: KVLayout) -> Iterator[LayerGroup]:

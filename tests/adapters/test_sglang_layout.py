@@ -296,6 +296,18 @@ def test_a_stage_without_a_window_counts_the_pages_of_the_others() -> None:
     assert view.num_pages == (7, 4) and view.shard.stage_layers == (4, 4)
 
 
+def test_a_stage_without_attention_has_the_element_type_of_the_others() -> None:
+    """Decode counts the bytes of a prompt by the element type of any rank of prefill."""
+    stages: list[StageLayers] = []
+    read_pool(pool_of("mha_float8"), cut(dtype="bfloat16"), gather_stages=lambda own: [stages.append(own) or own])
+    states = pool_of("hybrid_gdn", full_attention_layer_id_mapping=[])
+    second = cut(num_layers=8, pp_size=2, pp_rank=1, dtype="bfloat16")
+    found = read_pool(states, second, gather_stages=lambda own: [*stages, own])
+    assert found.view.shard.dtype is DType.FLOAT8_E4M3 and len(found.kv_scales) == found.view.layout.num_layers
+    with pytest.raises(LayoutError, match=r"stages store layers in 2 element types \(float32, float8_e4m3fn\); must"):
+        read_pool(pool_of("mha_stage"), second, gather_stages=lambda own: [*stages, own])
+
+
 # Refusals
 
 
