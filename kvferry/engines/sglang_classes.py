@@ -372,7 +372,7 @@ def _check_supported(args: Any, server_args: Any, queue: Any, *, is_prefill: boo
         if value != right:
             raise ConfigError(f"{name} is {value}; with --disaggregation-transfer-backend kvferry it must be {right}")
     if others := ", ".join(state.value for state in args.state_types if state not in GROUPS_OF_STATES):
-        known = " and ".join(state.value for state in GROUPS_OF_STATES)
+        known = ", ".join(state.value for state in GROUPS_OF_STATES)
         raise ConfigError(
             f"{type(queue.token_to_kv_pool).__name__} keeps {others} beside its KV, which cannot be moved yet ({known} can); use "
             "--disaggregation-transfer-backend mooncake or nixl"

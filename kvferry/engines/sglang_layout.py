@@ -279,7 +279,9 @@ def _kv_pool(pool: Any, layer: int) -> Any:
     """Return a part of a pool, which holds `layer`."""
     kind = type(pool).__name__
     if kind not in ("MHATokenToKVPool", "MLATokenToKVPool"):
-        raise LayoutError(f"layer {layer} is in a pool of class {kind}, which cannot be moved yet; must be MHATokenToKVPool")
+        raise LayoutError(
+            f"layer {layer} is in a pool of class {kind}, which cannot be moved yet; must be MHATokenToKVPool or MLATokenToKVPool"
+        )
     return pool
 
 
@@ -291,8 +293,8 @@ def _draft_layers(pool: Any, cut: EngineCut, order: TokenOrder) -> Iterator[_Lay
             f"layer 0 of the draft model is in a pool of class {kind}, which cannot be moved yet; must be one of "
             f"{', '.join(PLAIN_POOLS)}, or SGLang without speculative decoding"
         )
-    if getattr(pool, "kv_cache_layout", "nhd") != order.lower():
-        raise LayoutError(f"the draft model is stored as {pool.kv_cache_layout}, the model as {order.lower()}; must be alike")
+    if (own_order := _order(pool)) is not order:
+        raise LayoutError(f"the draft model is stored as {own_order.lower()}, the model as {order.lower()}; must be alike")
     if kind == "MHATokenToKVPool" and not cut.draft_kv_heads:
         raise LayoutError(
             "layer 0 of the draft model has an unknown number of KV heads; must be EAGLE, MTP or a standalone model"

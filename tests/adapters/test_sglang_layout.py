@@ -322,7 +322,7 @@ def test_a_stage_without_attention_has_the_element_type_of_the_others() -> None:
         ("mha_stage", {}, {"num_layers": 8}, r"the pool has layers \[4, 8\); must be all 8"),
         ("swa", {}, {"window_tokens": 0}, "layer 0 keeps a window of latents, or of unknown size"),
         ("swa", part_of("swa", "full_kv_pool", **{"class": "DSATokenToKVPool"}), {"window_tokens": 9},
-         "layer 1 is in a pool of class DSATokenToKVPool, which cannot be moved yet; must be MHATokenToKVPool"),
+         "layer 1 is in a pool of class DSATokenToKVPool, which cannot be moved yet; must be MHATokenToKVPool or MLATok"),
         ("swa", part_of("swa", "swa_kv_pool", kv_cache_layout="hnd"), {}, "layer 0 is stored as hnd and nhd"),
         ("swa", part_of("swa", "swa_kv_pool", **RECORDED["mha_uneven"]), {"window_tokens": 9},
          "layers are stored in 2 element types .layer 0 in torch.bfloat16, layer 1 in torch.float32.; must be one"),
@@ -360,6 +360,12 @@ def test_a_state_whose_elements_lie_apart_is_refused() -> None:
 def test_draft_models_that_cannot_be_moved_are_named(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         read_pool(pool_of("mha"), cut(**{"draft_kv_heads": 4, **changes}), draft_pool=pool_of(name))
+
+
+def test_a_draft_model_of_latents_beside_pages_with_the_heads_first_is_named() -> None:
+    """SGLang's pool of latents has no setting of the order."""
+    with pytest.raises(LayoutError, match="the draft model is stored as nhd, the model as hnd; must be alike"):
+        read_pool(pool_of("mha_hnd"), cut(), draft_pool=pool_of("mla"))
 
 
 def test_page_table_of_a_prompt_whose_beginning_is_there_already() -> None:
