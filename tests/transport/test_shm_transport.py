@@ -284,9 +284,9 @@ def opened_file() -> int:
 @pytest.mark.parametrize(
     ("open_fd", "reason"),
     [
-        (opened_pipe, "is not the memory in its answer"),
-        (lambda: os.open("/dev/null", os.O_RDWR), "is not the memory in its answer"),
-        (lambda: os.open("/", os.O_RDONLY), "is not the memory in its answer"),
+        (opened_pipe, "is not memory, or is in huge pages"),
+        (lambda: os.open("/dev/null", os.O_RDWR), "is not memory, or is in huge pages"),
+        (lambda: os.open("/", os.O_RDONLY), "is not memory, or is in huge pages"),
         (opened_file, "is not memory, or is in huge pages"),
         (memfd_in_huge_pages, "is not memory, or is in huge pages"),
         (lambda: memfd(SIZE, 0), "is not memory of a fixed size"),

@@ -21,14 +21,15 @@ from __future__ import annotations
 import hashlib
 import os
 import select
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from transfer.errors import ConfigError, PeerUnreachable, TransportClosed
 from transfer.transport.peer import ProcessIdentity
+from transfer.transport.peer_file import mount_of, open_place
 
 # One byte for each reader, which takes it. There can be several: an offer that was accepted twice, a forked child.
 _OVER = bytes(select.PIPE_BUF)
@@ -213,8 +214,9 @@ def _open_pipe(address: PipeAddress) -> int:
     It is opened by place first and inspected, because the peer could name any file of the host.
     """
     pid = address.identity.pid
+    mistaken = f"descriptor {address.fd} of peer process {pid} is not its liveness pipe: it was closed since"
     try:
-        place = os.open(f"/proc/{pid}/fd/{address.fd}", os.O_PATH | os.O_CLOEXEC)
+        place = open_place(pid, address.fd, mount_id=_pipe_mount())
     except FileNotFoundError as error:
         raise PeerUnreachable(f"peer process {pid} has closed its liveness pipe, or is gone") from error
     except OSError as error:
@@ -222,15 +224,26 @@ def _open_pipe(address: PipeAddress) -> int:
             f"descriptors of peer process {pid} cannot be opened ({error.strerror}): run both ends as the same user, or choose "
             "transport: ucx or nixl"
         ) from error
+    if place is None:
+        raise PeerUnreachable(mistaken)
     try:
-        found = os.fstat(place)
-        if not stat.S_ISFIFO(found.st_mode) or found.st_ino != address.inode:
-            raise PeerUnreachable(f"descriptor {address.fd} of peer process {pid} is not its liveness pipe: it was closed since")
+        if os.fstat(place).st_ino != address.inode:
+            raise PeerUnreachable(mistaken)
         return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise PeerUnreachable(f"liveness pipe of peer process {pid} cannot be opened for reading ({error.strerror})") from error
     finally:
         os.close(place)
+
+
+@cache
+def _pipe_mount() -> int:
+    fds = os.pipe2(os.O_CLOEXEC)
+    try:
+        return mount_of(fds[0])
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def start_time_of(pid: int) -> int | None:

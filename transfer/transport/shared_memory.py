@@ -15,7 +15,10 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
+
+from transfer.transport.peer_file import mount_of, open_place
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Seals of a region. The last one prevents that a peer adds others."""
@@ -104,15 +107,22 @@ def populate(mapped: Any) -> None:
     _libc.madvise(ctypes.addressof(mapped), ctypes.sizeof(mapped), _POPULATE_WRITE)
 
 
-def is_memfd(file: os.stat_result) -> bool:
-    """Return whether a file lies where the kernel keeps files made by memfd_create, other than those in huge pages.
+def open_memfd_place(pid: int, fd: int) -> int | None:
+    """Open a descriptor of a process by place, if its file lies where the kernel keeps memfds other than those in huge pages.
 
     There, a store into a page that was freed gets a new page. In a file in huge pages, or on a file system with a limited size,
     a peer can free pages and use up the rest. Then the store kills the process that makes it.
+
+    Returns and raises as `transfer.transport.peer_file.open_place` does.
     """
+    return open_place(pid, fd, mount_id=_memfd_mount())
+
+
+@cache
+def _memfd_mount() -> int:
     fd = _open_memfd()
     try:
-        return os.fstat(fd).st_dev == file.st_dev
+        return mount_of(fd)
     finally:
         os.close(fd)
 

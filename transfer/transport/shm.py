@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import stat
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from transfer.transport.mapped_session import WriterSession
 from transfer.transport.mapped_transport import MappedTransport
 from transfer.transport.registered_memory import DeviceBuffer, HostMemory, memory_of
 from transfer.transport.sessions import PeerTransport
-from transfer.transport.shared_memory import is_memfd, map_shared, populate, region_of
+from transfer.transport.shared_memory import map_shared, open_memfd_place, populate, region_of
 from transfer.transport.shm_blob import NAME, ShmAnswer
 from transfer.transport.waiting_thread import WaitingThread
 
@@ -156,7 +155,7 @@ def _let_go(line: LivenessPipe, ended: threading.Event) -> None:
 def _open_file(answered: ShmAnswer) -> int:
     """Open the target's file for reading and writing.
 
-    It is opened by place first and inspected, because the peer could name any file of the host.
+    It is opened by place first and inspected, because the peer could name any file of the host. No call waits for the peer.
 
     Raises:
         PeerUnreachable: The file is not there any more, or this process may not open it.
@@ -165,15 +164,14 @@ def _open_file(answered: ShmAnswer) -> int:
     pid, wanted_bytes = answered.place.line.identity.pid, answered.place.offset + answered.place.num_bytes
     what = f"descriptor {answered.fd} of peer process {pid}"
     try:
-        place = os.open(f"/proc/{pid}/fd/{answered.fd}", os.O_PATH | os.O_CLOEXEC)
+        place = open_memfd_place(pid, answered.fd)
     except OSError as error:
         raise PeerUnreachable(f"{what} cannot be opened ({error.strerror}): run both ends as the same user") from error
+    if place is None:
+        raise ConfigError(f"{what} is not memory, or is in huge pages")
     try:
-        found = os.fstat(place)
-        if not stat.S_ISREG(found.st_mode) or found.st_ino != answered.inode:
+        if os.fstat(place).st_ino != answered.inode:
             raise ConfigError(f"{what} is not the memory in its answer")
-        if not is_memfd(found):
-            raise ConfigError(f"{what} is not memory, or is in huge pages")
         fd = os.open(f"/proc/self/fd/{place}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # no wait for a lease
     except OSError as error:
         raise PeerUnreachable(f"{what} cannot be opened for writing ({error.strerror})") from error
