@@ -18,8 +18,11 @@ _VOLATILE: Final = frozenset({"_name_or_path", "dtype", "torch_dtype", "transfor
 """Fields of a config.json that do not change the model's results."""
 
 
-def model_directory(model: str) -> Path:
+def model_directory(model: str, *, revision: str | None = None) -> Path:
     """Return the local directory of a model: `model` itself, or its directory in the hub's cache. Does not use the network.
+
+    Args:
+        revision: Branch, tag or commit in the hub; None means the main branch. It has no effect on a directory.
 
     Raises:
         ConfigError: Neither exists.
@@ -27,15 +30,16 @@ def model_directory(model: str) -> Path:
     if Path(model).is_dir():
         return Path(model)
     try:
-        found = cached_file(model, "config.json", local_files_only=True)
+        found = cached_file(model, "config.json", revision=revision, local_files_only=True)
     except (OSError, ValueError):
         found = None
     if found is None:
-        raise ConfigError(f"model is {model!r}, which is neither a directory nor in the hub's cache")
+        named = repr(model) if revision is None else f"{model!r} of revision {revision!r}"
+        raise ConfigError(f"model is {named}, which is neither a directory nor in the hub's cache")
     return Path(found).parent
 
 
-def model_fields(model: str, *, changes: Mapping[str, object] | None = None) -> dict[str, str]:
+def model_fields(model: str, *, revision: str | None = None, changes: Mapping[str, object] | None = None) -> dict[str, str]:
     """Return the fields that must be equal on both sides, as name -> text. They do not depend on the directory's path.
 
     For a model of the embedded engine they are that engine's own fields, so that its nodes can be joined. For other models they
@@ -43,13 +47,14 @@ def model_fields(model: str, *, changes: Mapping[str, object] | None = None) -> 
 
     Args:
         model: Directory, or a name in the hub's cache.
+        revision: See `model_directory`.
         changes: Settings of the engine that change the model's results, such as a quantisation. None, "" and "{}" count as
             absent.
 
     Raises:
         ConfigError: The model is missing or damaged.
     """
-    directory = model_directory(model)
+    directory = model_directory(model, revision=revision)
     config = read_config(directory)
     try:
         fields = dict(read_model_files(directory).fields)

@@ -29,7 +29,7 @@ from sglang.srt.disaggregation.base.conn import (
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving, get_spec
 from sglang.srt.utils.network import NetworkAddress
 
 from kvferry.engines.connector import DECODE, PREFILL, ConnectorEngine, Sides
@@ -429,9 +429,14 @@ def _start(
         "quantization": server_args.quantization,
         "json_model_override_args": server_args.json_model_override_args,
     }
-    fields = model_fields(server_args.model_path, changes=changes)
-    if server_args.speculative_draft_model_path:
-        draft = model_fields(server_args.speculative_draft_model_path)
+    fields = model_fields(server_args.model_path, revision=server_args.revision, changes=changes)
+    spec = get_spec()  # resolved, unlike server_args: the draft model of MTP is the model itself
+    if spec.speculative_draft_model_path not in (None, server_args.model_path):
+        draft = model_fields(
+            spec.speculative_draft_model_path,
+            revision=spec.speculative_draft_model_revision,
+            changes={"quantization": spec.speculative_draft_model_quantization},
+        )
         fields |= {f"draft.{name}": value for name, value in draft.items()}
     instance = f"sglang-{os.getpid()}-{secrets.token_hex(8)}"
     for group in (parallel.pp_group, parallel.attn_tp_group):  # from the first stage to all, then from each one's first rank

@@ -200,7 +200,8 @@ def model_fields(vllm_config: Any) -> dict[str, str]:
     fields = model_identity.model_fields(str(model.model), changes=changes | _draft_settings(vllm_config))
     draft = _draft_model(vllm_config)
     if draft is not None and draft.model != model.model:  # MTP layers are part of the model's own weights
-        fields |= {f"draft.{name}": value for name, value in model_identity.model_fields(str(draft.model)).items()}
+        own = model_identity.model_fields(str(draft.model), revision=draft.revision)
+        fields |= {f"draft.{name}": value for name, value in own.items()}
     return fields
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from embedded_engine.model_files import read_model_files
@@ -46,6 +47,24 @@ def test_what_the_engine_changes_counts(tmp_path: Path) -> None:
     plain = model_fields(model, changes={"quantization": None, "override": "{}"})
     assert plain == model_fields(model)
     assert model_fields(model, changes={"quantization": "fp8"}) == {**plain, "engine.quantization": "fp8"}
+
+
+def test_a_revision_of_a_model_in_the_hubs_cache_has_its_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two instances that serve other revisions of one name must not be joined."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--some--model"
+    commits = ["a" * 40, "b" * 40]
+    for directory in ("refs", "snapshots"):
+        (cached / directory).mkdir(parents=True)
+    for seed, (name, commit) in enumerate(zip(("main", "v2"), commits, strict=True)):
+        (cached / "refs" / name).write_text(commit, encoding="utf-8")
+        written(cached / "snapshots" / commit, LLAMA, seed=seed)
+    main, second = (model_fields("some/model", revision=revision) for revision in (None, "v2"))
+    assert main == model_fields("some/model") and main["weights"] != second["weights"]
+    with pytest.raises(ConfigError, match="model is 'some/model' of revision 'v3', which is neither a directory nor in the hub"):
+        model_fields("some/model", revision="v3")
+    directory = str(cached / "snapshots" / commits[0])
+    assert model_fields(directory, revision="v3") == main
 
 
 def test_a_model_that_is_nowhere_is_named(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def test_model_fields_of_a_draft_model(tmp_path: Path) -> None:
     assert model_fields(config(model=str(model), speculative_config={"method": "ngram"})) == plain
     mtp = plain | {"engine.speculative_config": '{"method": "mtp"}'}
     assert model_fields(config(model=str(model), speculative_config={"method": "mtp"})) == mtp
-    eagle = {"method": "eagle3", "draft_model_config": SimpleNamespace(model=str(draft), quantization="fp8")}
+    eagle = {"method": "eagle3", "draft_model_config": SimpleNamespace(model=str(draft), revision=None, quantization="fp8")}
     found = model_fields(config(model=str(model), speculative_config=eagle))
     added = {name: value for name, value in found.items() if plain.get(name) != value}
     assert added.pop("engine.speculative_config") == '{"method": "eagle3", "quantization": "fp8"}'
