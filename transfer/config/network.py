@@ -93,7 +93,8 @@ class TransportConfig(Section):
         default="auto",
         description=(
             "Transport of the KV. auto chooses for each pair of ranks: cuda_ipc between GPUs with peer access, shm between pools "
-            "in host memory of one machine, nixl with RDMA, otherwise ucx or nixl. inproc works only within one process."
+            "in host memory of one machine, nixl with RDMA, otherwise ucx or nixl. inproc works only within one process, "
+            "which excludes engines."
         ),
     )
     ucx: UcxConfig = Field(default_factory=UcxConfig, description="Settings of the ucx transport.")

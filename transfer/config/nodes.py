@@ -31,6 +31,7 @@ from transfer.config.operation import (
     BreakerConfig,
     DecodeLimitsConfig,
     DraftModelConfig,
+    GroupPlacementConfig,
     HeartbeatConfig,
     LimitsConfig,
     LogConfig,
@@ -230,7 +231,9 @@ class DecodeNodeConfig(NodeConfig):
     ring: RingConfig = Field(default_factory=RingConfig, description="The ring.")
     offload: OffloadConfig = Field(default_factory=OffloadConfig, description="KV outside of the devices.")
     peers: PeersConfig = Field(default_factory=PeersConfig, description="The prefill tier.")
-    placement: PlacementConfig = Field(default_factory=PlacementConfig, description="Choice of the prefill node for a prompt.")
+    placement: GroupPlacementConfig = Field(
+        default_factory=GroupPlacementConfig, description="Choice of the prefill node for a prompt."
+    )
     breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="Circuit breakers of the prefill nodes.")
 
     @property
@@ -359,15 +362,6 @@ class ConnectorConfig(InstanceConfig):
     @model_validator(mode="after")
     def _check_one_list_of_prefill_nodes(self) -> Self:
         self.discovery.check_one_list(self.peers.prefill_nodes)
-        return self
-
-    @model_validator(mode="after")
-    def _check_group(self) -> Self:
-        if self.placement.group_size is not None:
-            raise ValueError(
-                f"placement.group_size is {self.placement.group_size}; it must be null, because requests of an engine name any "
-                "prefill node (join_on_request joins only those that are named)"
-            )
         return self
 
     @model_validator(mode="after")

@@ -149,15 +149,23 @@ class RestartConfig(Section):
         return self
 
 
+_PREFIX_TOKENS: Final = (
+    "Prefer the prefill node that recently computed the same beginning of a prompt, unless it has this many more tokens "
+    "outstanding."
+)
+
+
 class PlacementConfig(Section):
     """Choice of a prefill node: the one with the fewest outstanding prompt tokens, then the one with the fastest links."""
 
+    prefix_tokens: CountOrZero | None = Field(default=None, description=f"{_PREFIX_TOKENS} 0 and null disable this.")
+
+
+class GroupPlacementConfig(PlacementConfig):
+    """Also the choice of the prefill nodes to join."""
+
     prefix_tokens: CountOrZero | None = Field(
-        default=None,
-        description=(
-            "Prefer the prefill node that recently computed the same beginning of a prompt, unless it has this many more "
-            "tokens outstanding. 0 disables this. null: 512 with a store, otherwise 0."
-        ),
+        default=None, description=f"{_PREFIX_TOKENS} 0 disables this. null: 512 with a store, otherwise 0."
     )
     group_size: Count | None = Field(
         default=None,
