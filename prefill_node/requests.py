@@ -214,10 +214,12 @@ class PrefillRequests(OutgoingTransfers):
             return
         finally:
             del self._asking[request]
-        # If the request was given up meanwhile, the decode node knows it from its own call.
+        # If the request was given up meanwhile, the decode node knows it from its own call, and another one can have its id.
+        if request.is_over:
+            return
         if not has_room:
             self._scheduler.not_yet(request.transfer_id)
-        elif not request.is_over:
+        else:
             self._scheduler.accept(request.transfer_id)
             self._start_accepted()
             self._send_steps()

@@ -127,6 +127,29 @@ async def test_room_for_a_request_that_was_given_up_meanwhile_starts_nothing(wor
     assert kind_of(take(again)[-1]) == "sent"
 
 
+def test_not_yet_for_a_request_that_was_given_up_meanwhile_is_not_for_the_next_one_of_that_id(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main(loop: VirtualTimeLoop) -> None:
+        world, late = World(), loop.create_future()
+        world.answers["a"] = False
+        world.submit("a", 3)
+        await turns()
+        assert world.leader.abort("a", TransferAborted("gone"))
+        world.answers["a"] = late
+        again = world.submit("a", 3)
+        await asyncio.sleep(MOST_S)
+        assert world.asked == ["a", "a"], "the second request is asked about once, and has no answer yet"
+        late.set_result(True)
+        await turns()
+        world.settle()
+        assert kind_of(take(again)[-1]) == "sent"
+        world.assert_nothing_is_left()
+        await world.close()
+
+    run_in_virtual_time(main, monkeypatch, requests_module, outgoing_module)
+
+
 @pytest.mark.parametrize("where", ["the loop", "an answer"])
 async def test_scheduling_that_breaks_is_said_and_not_silent(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     reason = "payload has 2000000 bytes"
