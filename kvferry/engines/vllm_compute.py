@@ -75,6 +75,7 @@ class ComputeByApi:
                 "do_remote_decode": True,
                 "do_remote_prefill": False,
                 "transfer_id": transfer.engine_request,
+                "is_whole_prompt": True,  # with recurrent states, decode has left out the last token
             },
         }
 

@@ -151,11 +151,19 @@ def _can_use_first_token(request: Any, params: Mapping[str, Any]) -> bool:
     )
 
 
-def _why_state_stays(request: Any) -> str:
+def _leaves_out_last_token(params: Mapping[str, Any]) -> bool:
+    """Return whether the prompt of a model with recurrent states has the token that the decode side computes.
+
+    A decode side that requests a prompt without a router asks for the tokens before it only.
+    """
+    return params.get("is_whole_prompt") is not True
+
+
+def _why_state_stays(request: Any, params: Mapping[str, Any]) -> str:
     """Return why the request's recurrent states cannot be handed over; empty if they can."""
     if request.max_tokens != 1:
         return f"its max_tokens is {request.max_tokens}; it must be 1, because vLLM overwrites states as it generates"
-    if len(request.prompt_token_ids) < 2:
+    if len(request.prompt_token_ids) < 2 and _leaves_out_last_token(params):
         return "its prompt is one token; with recurrent states it must have two, because the decode side computes the last one"
     if request.prompt_embeds is not None:
         return (
@@ -185,6 +193,7 @@ class _Outgoing:
     name: str
     transfer_id: str
     num_prompt_tokens: int
+    is_shortened: bool  # by its last token, so the engine's token is not the one after the prompt
     has_blocks: bool = False
 
 
@@ -263,11 +272,15 @@ class SchedulerSide:
             _set(request, do_remote_decode=False)  # do not check it again
             log.warning("request_not_handed_over", request_id=request.request_id, reason=reason)
             return
-        if self._state_block_tokens:
+        is_shortened = bool(self._state_block_tokens) and _leaves_out_last_token(params)
+        if is_shortened:
             _without_last_token(request)
         name = self._name(request)
         self._outgoing[request.request_id] = _Outgoing(
-            name=name, transfer_id=transfer_id, num_prompt_tokens=len(request.prompt_token_ids)
+            name=name,
+            transfer_id=transfer_id,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            is_shortened=is_shortened,
         )
         salt = None if self._adapters is None else self._adapters.salt(request.lora_request)
         self._leader.offer(name, transfer_id, request.prompt_token_ids, cache_salt=salt)
@@ -281,7 +294,7 @@ class SchedulerSide:
             return "its prompt is embeddings, not tokens"
         if self._windows and request.max_tokens != 1:
             return f"its max_tokens is {request.max_tokens}; it must be 1, because vLLM frees blocks of windows as it generates"
-        if self._state_block_tokens and (reason := _why_state_stays(request)):
+        if self._state_block_tokens and (reason := _why_state_stays(request, params)):
             return reason
         if not isinstance(transfer_id, str) or not 1 <= len(transfer_id) <= MAX_TRANSFER_ID_CHARS or not is_utf8(transfer_id):
             return f"transfer_id is {transfer_id!r:.200}; it must have 1 to {MAX_TRANSFER_ID_CHARS} characters of UTF-8"
@@ -474,7 +487,7 @@ class SchedulerSide:
         if not is_computed:
             self._leader.withdraw(outgoing.name, f"the prefill side's engine ended the request: {request.status}")
             return outgoing.has_blocks, None
-        first_token = None if self._state_block_tokens else next(iter(request.output_token_ids), None)
+        first_token = None if outgoing.is_shortened else next(iter(request.output_token_ids), None)
         self._leader.finish(outgoing.name, first_token=first_token)
         return True, {
             "do_remote_prefill": True,

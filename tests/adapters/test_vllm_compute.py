@@ -35,7 +35,7 @@ async def api() -> AsyncIterator[VllmServer]:
 async def test_the_question(api: VllmServer) -> None:
     """Nothing of how the first token is chosen is left to the defaults of the model's directory."""
     await ComputeByApi(api.url + "/", "secret", headers={"X-data-parallel-rank": "1"})(transfer())
-    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t-1"}
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t-1", "is_whole_prompt": True}
     assert api.requests == [
         {
             "model": "tiny",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from kvferry.engines.connector import DECODE, PREFILL, Sides
 from kvferry.engines.vllm_layout import NULL_BLOCK, VllmLayout
 from kvferry.engines.vllm_sides import SchedulerSide, StepMessage, WorkerSide
 from tests.connector.instances import DIM, HEADS, PAGES, Instance, kv_of, prompt_of, slots_of, target, wait_for
+from transfer.connector.outgoing import Transfer
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
 from transfer.pool.kv_pool import KVPool, LayerBuffers, PoolView
@@ -260,6 +262,41 @@ def test_the_state_before_the_last_token_arrives(pair: tuple[Vllm, Vllm], num_to
     assert received.prompt_token_ids == list(prompt)
     assert decode.scheduler.take_first_tokens() == {}, "the prefill side's token is not the one after the prompt"
     prefill.wait_for("a")
+
+
+@pytest.mark.parametrize("num_tokens", [2, 34])
+def test_a_prompt_that_decode_requests_without_a_router(num_tokens: int) -> None:
+    """The prefill side gets the tokens that decode requests. It must not leave out one more."""
+    asked: list[Transfer] = []
+
+    async def compute(transfer: Transfer) -> None:
+        asked.append(transfer)
+        await asyncio.get_running_loop().create_future()
+
+    sizes, prompt = (32, 16), prompt_of(num_tokens)
+    source = Instance(PREFILL, pool_of=partial(pool_of, sizes=sizes), compute=compute)
+    decode = target(source, pool_of=partial(pool_of, sizes=sizes))
+    try:
+        prefill, receiving = Vllm(source, PREFILL, sizes), Vllm(decode, DECODE, sizes)
+        wanted = receiving.request("b", prompt, {"do_remote_prefill": True})
+        assert receiving.scheduler.matched(wanted, 0) == (None, False)
+        wait_for(lambda: bool(asked), "the prefill side is asked")
+        params = {"do_remote_decode": True, "transfer_id": asked[0].engine_request, "is_whole_prompt": True}
+        request = prefill.request("a", asked[0].token_ids, params)
+        prefill.step(request, num_tokens - 1)
+        request.status, request.output_token_ids = "FINISHED_LENGTH_CAPPED", [7]
+        assert prefill.scheduler.finished(request, is_done=True)[0]
+        prefill.step()
+        wait_for(lambda: receiving.scheduler.matched(wanted, 0)[0] is not None, "the prompt can be loaded")
+        assert receiving.scheduler.matched(wanted, 0) == (num_tokens - 1, True)
+        receiving.allocate("b", num_tokens - 1)
+        receiving.scheduler.allocated(wanted, receiving.tables["b"], num_tokens - 1)
+        receiving.wait_for("b")
+        receiving.assert_has(wanted, prompt[:-1])
+        prefill.wait_for("a")
+    finally:
+        decode.close()
+        source.close()
 
 
 @pytest.mark.parametrize(
