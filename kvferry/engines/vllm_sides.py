@@ -408,7 +408,11 @@ class SchedulerSide:
         if (outgoing := self._outgoing.get(request.request_id)) is not None:
             self._begin(outgoing)
         wanted = self._wanted.get(request.request_id)
-        if num_external_tokens > 0 and wanted is not None and not wanted.is_bound:
+        if wanted is None or wanted.is_bound:
+            return
+        if num_external_tokens == 0:  # a hit inside a block, which `matched` does not get, reaches as far
+            self._settle_locally(request)
+        else:
             wanted.is_bound = True
             num_tokens = len(self._moved_tokens(request))
             self._windows.leave_uncached(request.request_id, num_tokens, wanted.start_token)

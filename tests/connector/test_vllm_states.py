@@ -264,6 +264,23 @@ def test_the_state_before_the_last_token_arrives(pair: tuple[Vllm, Vllm], num_to
     prefill.wait_for("a")
 
 
+def test_a_prompt_that_vllm_does_not_load_after_all(pair: tuple[Vllm, Vllm]) -> None:
+    """vLLM reports a hit inside a block as one before the block. It keeps the hit if the prefill side has no more than that."""
+    prefill, decode = pair
+    request = prefill.request("a", prompt_of(33), {"do_remote_decode": True})
+    prefill.step(request, 32)
+    request.status, request.output_token_ids = "FINISHED_LENGTH_CAPPED", [7]
+    _, params = prefill.scheduler.finished(request, is_done=True)
+    prefill.step()
+    wanted = decode.request("b", prompt_of(33), params)
+    wait_for(lambda: decode.scheduler.matched(wanted, 0)[0] is not None, "the prompt can be loaded")
+    decode.allocate("b", 33)
+    decode.scheduler.allocated(wanted, decode.tables["b"], 0)
+    prefill.wait_for("a")  # its blocks are not held until decode has generated the answer
+    assert wanted.kv_transfer_params["do_remote_prefill"] is False
+    assert decode.scheduler.finished(wanted, is_done=True) == (False, None)
+
+
 @pytest.mark.parametrize("num_tokens", [2, 34])
 def test_a_prompt_that_decode_requests_without_a_router(num_tokens: int) -> None:
     """The prefill side gets the tokens that decode requests. It must not leave out one more."""
