@@ -10,7 +10,7 @@ import atexit
 import ctypes
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -393,7 +393,7 @@ def _read_pool(queue: Any, kinds: set[GroupKind]) -> SglangPool:
         pp_rank=parallel.pp_rank,
         dtype=str(model.dtype),
         window_tokens=scheduler.sliding_window_size or 0,
-        scales=dict(_scales(scheduler.tp_worker.model_runner, 0)) | dict(_scales(draft, model.num_hidden_layers)),
+        scales=_scales(scheduler.tp_worker.model_runner, 0) | _scales(draft, model.num_hidden_layers),
     )
 
     def gather_stages(own: StageLayers) -> list[StageLayers]:
@@ -412,12 +412,19 @@ def _draft_runner(scheduler: Any) -> Any:
     return runners[0] if runners else getattr(worker, "model_runner", None)
 
 
-def _scales(runner: Any, first_layer: int) -> Iterator[tuple[int, Scales]]:
-    """Yield the scales of K and V of each attention layer of a model: a stored value times its scale is the computed value."""
+def _scales(runner: Any, first_layer: int) -> dict[int, Scales]:
+    """Return the scales of K and V of each attention layer of a model: a stored value times its scale is the computed value.
+
+    A layer with latents has two modules. SGLang loads the scales of one of them.
+    """
+    found: dict[int, Scales] = {}
     for module in () if runner is None else runner.model.modules():
         if isinstance(module, RadixAttention):
-            found = [getattr(module, f"{name}_scale_float", None) for name in "kv"]
-            yield first_layer + module.layer_id, (found[0] or 1.0, found[1] or 1.0)
+            k, v = (getattr(module, f"{name}_scale_float", None) or 1.0 for name in "kv")
+            layer = first_layer + module.layer_id
+            if layer not in found or (k, v) != (1.0, 1.0):
+                found[layer] = (k, v)
+    return found
 
 
 def _start(

@@ -323,12 +323,16 @@ def _attention(pool: Any, index: int, cut: EngineCut, order: TokenOrder, *, laye
     else:
         spec = LayerSpec(num_kv_heads=num_heads, k_head_dim=pool.head_dim, v_head_dim=pool.v_head_dim)
         k, v = pool.k_buffer[index], pool.v_buffer[index]
+    scales = (cut.scales or {}).get(layer, (1.0, 1.0))
+    if v is None and element is DType.FLOAT8_E4M3 and scales != (1.0, 1.0):
+        # Triton divides latents by the scale in one of two forms of its attention, and other backends never do.
+        raise LayoutError(f"{name} keeps latents in 8-bit floats with scale {scales[0]}, which cannot be moved yet; must be 1.0")
     heads = len(Shard(tp_size=cut.tp_size, tp_rank=cut.tp_rank).heads(spec.num_kv_heads))
     buffers = LayerBuffers(
         k=_paged(k, pool.page_size, heads, spec.k_head_dim, order, element, f"k of {name}"),
         v=None if v is None else _paged(v, pool.page_size, heads, spec.v_head_dim, order, element, f"v of {name}"),
     )
-    return _Layer(name=name, spec=spec, buffers=buffers, scales=(cut.scales or {}).get(layer, (1.0, 1.0)))
+    return _Layer(name=name, spec=spec, buffers=buffers, scales=scales)
 
 
 def _state(pool: Any, index: int, cut: EngineCut, *, layer: int) -> Iterator[_Layer]:

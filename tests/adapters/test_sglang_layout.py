@@ -116,9 +116,10 @@ def test_latents() -> None:
 def test_eight_bit_floats_have_the_scales_of_their_layers(name: str) -> None:
     """SGLang keeps them as bytes."""
     pool = pool_of(name)
-    found = read_pool(pool, cut(dtype="bfloat16", scales={2: (0.5, 0.25)}))
+    scale = (1.0, 1.0) if name == "mla_float8" else (0.5, 0.25)
+    found = read_pool(pool, cut(dtype="bfloat16", scales={2: scale}))
     assert found.view.shard.dtype is DType.FLOAT8_E4M3
-    assert found.kv_scales == ((1.0, 1.0), (1.0, 1.0), (0.5, 0.25), (1.0, 1.0))
+    assert found.kv_scales == ((1.0, 1.0), (1.0, 1.0), scale, (1.0, 1.0))
     theirs = (pool.kv_buffer if name == "mla_float8" else pool.k_buffer)[1]
     ours = found.view.buffer(1, is_v=False)
     theirs[20] = torch.full_like(theirs[20], 1.5, dtype=torch.float8_e4m3fn).view(torch.uint8)
@@ -318,6 +319,7 @@ def test_a_stage_without_attention_has_the_element_type_of_the_others() -> None:
         ("mha", {"kv_cache_layout": "vectorized_5d"}, {}, "layer 0 is stored as vectorized_5d"),
         ("mha_float8_e5m2", {}, {}, "layer 0 is stored as float8_e5m2, which cannot be moved; must be one of float32"),
         ("mha_float8", {"is_quantized_kv_cache": True}, {}, "layer 0 is stored as torch.float8_e4m3fn .in torch.uint8."),
+        ("mla_float8", {}, {"dtype": "bfloat16", "scales": {2: (0.5, 0.5)}}, "layer 2 keeps latents in 8-bit floats with scale"),
         ("mha", {"store_dtype": "torch.uint8"}, {}, "layer 0 is stored as torch.float32 .in torch.uint8., which cannot be moved"),
         ("mha_stage", {}, {"num_layers": 8}, r"the pool has layers \[4, 8\); must be all 8"),
         ("swa", {}, {"window_tokens": 0}, "layer 0 keeps a window of latents, or of unknown size"),
