@@ -96,7 +96,7 @@ class OutOfMemoryWatch:
         """Record a step that succeeded."""
         self._num_in_a_row = 0
         if self._num_steps and self._clock() - self._last_s >= QUIET_S:
-            log.info("out_of_memory_over", steps=self._num_steps, lasted_s=round(self._last_s - self._first_s, 3))
+            log.info("out_of_memory_ended", steps=self._num_steps, lasted_s=round(self._last_s - self._first_s, 3))
             self._num_steps = 0
 
     def step_failed(self, reason: str) -> None:

@@ -109,7 +109,7 @@ class LoopThread:
 
     def crash(self, error: BaseException) -> None:
         """Record an unexpected error, which `check()` raises from now on."""
-        log.critical("kvferry_broke", error=str(error), exc_info=error)
+        log.critical("kvferry_failed", error=str(error), exc_info=error)
         if self._broken is None:
             self._broken = error
 

@@ -50,10 +50,10 @@ class _LoggedOnce(SpanExporter):
         result = self._exporter.export(spans)
         if result is not SpanExportResult.SUCCESS:
             if not self._num_lost:
-                log.warning("tracing_collector_away", endpoint=self._endpoint)
+                log.warning("tracing_collector_unreachable", endpoint=self._endpoint)
             self._num_lost += len(spans)
         elif self._num_lost:
-            log.info("tracing_collector_back", endpoint=self._endpoint, spans_lost=self._num_lost)
+            log.info("tracing_collector_recovered", endpoint=self._endpoint, spans_lost=self._num_lost)
             self._num_lost = 0
         return result
 

@@ -184,7 +184,7 @@ class PrefillRequests(OutgoingTransfers):
     def _on_task_over(self, task: asyncio.Task[None]) -> None:
         """End the life on an unexpected error, such as a step that no message can carry: scheduling has stopped."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("scheduling_broke", error=str(error), exc_info=error)
+            log.critical("scheduling_crashed", error=str(error), exc_info=error)
             self._on_broken(f"requests cannot be scheduled any more: {error!r}")
 
     def _expire(self) -> None:

@@ -171,6 +171,6 @@ def close_on(thread: LoopThread, closing: Coroutine[Any, Any, None]) -> None:
     try:
         thread.start(closing).result(CLOSE_TIMEOUT_S)
     except TimeoutError:
-        log.warning("close_took_too_long", seconds=CLOSE_TIMEOUT_S)
+        log.warning("close_timed_out", seconds=CLOSE_TIMEOUT_S)
     finally:
         thread.release()

@@ -321,7 +321,7 @@ class ConnectorLeader:
         leader = self._config.leader
         assert leader.address is not None, "it is the address of the port"
         await port.open(int(leader.address.rpartition(":")[2]), security_among_hosts(self._security, leader.peer_names))
-        log.info("ranks_awaited", address=leader.address, ranks=self._num_ranks)
+        log.info("waiting_for_ranks", address=leader.address, ranks=self._num_ranks)
 
     def _why_not_admitted(self, rank: int) -> str:
         return f"rank {rank} is there already; start the whole engine again" if rank in self._hellos else ""
@@ -341,7 +341,7 @@ class ConnectorLeader:
     def _break(self, reason: str) -> None:
         """Stop the engine, because a message to a rank is lost and prompts would never end."""
         if not self._broken:
-            log.critical("kvferry_broke", error=reason)
+            log.critical("kvferry_failed", error=reason)
             self._broken = reason
 
     def _on_message(self, rank: int, message: Any) -> None:

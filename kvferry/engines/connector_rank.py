@@ -233,7 +233,7 @@ class ConnectorRank:
             except (PeerUnreachable, TransportTimeout) as error:
                 # vLLM starts its scheduler, and so the leader, after the ranks.
                 if self._thread.loop.time() - began_s >= LEADER_LATE_S and reasons.is_due(str(error)):
-                    log.warning("leader_not_met", rank=self._rank, address=leader.address, reason=str(error))
+                    log.warning("leader_call_failed", rank=self._rank, address=leader.address, reason=str(error))
             await asyncio.sleep(SIGN_OF_LIFE_S)
 
     async def _serve(self) -> None:

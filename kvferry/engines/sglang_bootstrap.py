@@ -381,7 +381,7 @@ class PrefillLookups:
             try:
                 self.known[address] = asked.result()
             except TransferError as error:
-                log.warning("prefill_not_known", bootstrap=address, reason=str(error))
+                log.warning("prefill_lookup_failed", bootstrap=address, reason=str(error))
                 self._failed[address] = self._clock() + RETRY_LOOKUP_S
         for kept in (self.known, self._failed):
             while len(kept) > MAX_ENGINES:

@@ -276,7 +276,7 @@ def compare_names(servers: Iterable[Server]) -> None:
         if server.names != first.names:
             problem = f"it serves {_listed(server.names)}, and {first.url} serves {_listed(first.names)}"
         if problem and problem != server.misfit:
-            log.error("server_unfit", tier=server.tier, url=server.url, reason=problem)
+            log.error("server_rejected", tier=server.tier, url=server.url, reason=problem)
         server.misfit = problem
 
 

@@ -304,7 +304,7 @@ async def test_a_bug_that_ends_a_join_is_said_and_counted_and_the_node_is_joined
             await until(lambda: bool(one.lost))
             patched.undo()
             await one.until(joined=1)
-    said = [line for line in logs if line["event"] == "join_broke"]
+    said = [line for line in logs if line["event"] == "join_crashed"]
     assert len(said) == 2 and all(isinstance(line["exc_info"], ZeroDivisionError) for line in said), "once, then once a minute"
 
 

@@ -140,7 +140,7 @@ async def test_a_failure_keeps_the_last_addresses_and_is_logged_once() -> None:
             await source.saw()
     assert told == [(), ("127.0.0.1:1", "127.0.0.1:2"), ("127.0.0.1:2",)]
     assert [line["event"] for line in lines] == [
-        "prefill_nodes_named", "discovery_failed", "discovery_works_again", "prefill_nodes_no_longer_named",
+        "prefill_nodes_named", "discovery_failed", "discovery_recovered", "prefill_nodes_no_longer_named",
         "prefill_nodes_no_longer_named",
     ]  # fmt: skip
 

@@ -39,7 +39,7 @@ def test_each_step_is_counted_and_the_first_is_told_of() -> None:
         watched.now_s += QUIET_S
         watched.watch.step_done()
         watched.watch.step_done()
-        assert [(entry["event"], entry["steps"], entry["lasted_s"]) for entry in logs[1:]] == [("out_of_memory_over", 3, 4.0)]
+        assert [(entry["event"], entry["steps"], entry["lasted_s"]) for entry in logs[1:]] == [("out_of_memory_ended", 3, 4.0)]
         watched.watch.step_failed("again")
         assert logs[2]["reason"] == "again"
     assert watched.num_steps == 4 and not watched.hopeless

@@ -315,7 +315,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
         """Log the exception of a task, which would otherwise end the engine. The prefill side releases the prompt anyway."""
         self._telling.discard(telling)
         if not telling.cancelled() and (error := telling.exception()) is not None:
-            log.critical("decline_broke", error=str(error), exc_info=error)
+            log.critical("decline_crashed", error=str(error), exc_info=error)
 
     # Implementation of `IncomingScheduler`
 

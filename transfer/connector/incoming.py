@@ -635,7 +635,7 @@ class IncomingTransfers(Generic[PromptT]):
     def _on_task_over(self, attempt: Attempt[PromptT], task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("prefill_call_broke", request_id=attempt.transfer_id, error=str(error), exc_info=error)
+            log.critical("prefill_call_crashed", request_id=attempt.transfer_id, error=str(error), exc_info=error)
             self._judge(attempt, Verdict.NOTHING)  # a bug of this node
             if attempt.is_current:
                 reason = f"unexpected {type(error).__name__}; see the log of the node"

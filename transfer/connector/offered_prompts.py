@@ -366,7 +366,7 @@ class OfferedPrompts(OutgoingTransfers):
         if task.cancelled() or (error := task.exception()) is None:
             return
         if not isinstance(error, TransferError):
-            log.critical("transfer_broke", request_id=transfer.transfer_id, error=str(error), exc_info=error)
+            log.critical("transfer_crashed", request_id=transfer.transfer_id, error=str(error), exc_info=error)
             error = EngineError(f"unexpected {type(error).__name__}; see the log of the prefill side")
         self.fail(transfer, error)
 

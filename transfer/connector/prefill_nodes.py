@@ -473,7 +473,7 @@ class PrefillNodes:
             self._metrics.counter("join_faults").inc()
             description = f"{type(error).__name__}: {error}"
             if peer.log_limiter.is_due(description):
-                log.critical("join_broke", address=peer.address, error=description, exc_info=error)
+                log.critical("join_crashed", address=peer.address, error=description, exc_info=error)
             raise EngineError(f"{peer.address}: unexpected {type(error).__name__}; see the log of this node") from error
 
     async def _join_once(self, peer: PrefillPeer) -> NoReturn:

@@ -304,7 +304,7 @@ class _ServedPrompts:
         except _Ended as ended:
             return ended.status
         except Exception as error:
-            log.critical("prompt_broke", error=str(error), exc_info=error)
+            log.critical("prompt_crashed", error=str(error), exc_info=error)
             return _status(grpc.StatusCode.UNKNOWN, details_of(error))  # as gRPC does for a call
         return pb.PromptStatus()
 

@@ -159,7 +159,7 @@ async def test_a_deleted_entry_is_put_again_with_its_lease(shared: EtcdServer, p
             await until(lambda: not discovery.addresses, within_s=1)  # it went with the lease again
     await client.close()
     told = [line["event"] for line in lines if line["event"].startswith(("registered", "registration"))]
-    assert told == ["registered", "registration_was_deleted"]
+    assert told == ["registered", "registration_deleted"]
 
 
 async def test_invalid_entries_are_refused_counted_and_named_once(shared: EtcdServer, prefix: str) -> None:
@@ -216,7 +216,7 @@ async def test_etcd_away_at_the_start_and_later_and_restarted(tmp_path: Path, pr
             await until(lambda: [node.lease for node in nodes] != leases and None not in [node.lease for node in nodes], 15)
             await until(lambda: len(discovery.addresses) == 2 and not discovery.view.problem, within_s=15)
     events = [line["event"] for line in lines]
-    assert events.count("discovery_failed") == events.count("discovery_works_again") <= 3, "once for each time that it is away"
+    assert events.count("discovery_failed") == events.count("discovery_recovered") <= 3, "once for each time that it is away"
 
 
 async def test_the_next_member_is_asked_when_one_is_away(shared: EtcdServer, tmp_path: Path, prefix: str) -> None:

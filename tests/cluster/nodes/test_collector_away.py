@@ -33,26 +33,26 @@ async def test_a_collector_that_is_away_is_logged_once_and_harms_no_request(serv
 
     async def is_there() -> bool:
         """Return whether every process that logged the collector as away has logged its return; a busy machine exports late."""
-        if logged("tracing_collector_away") == logged("tracing_collector_back"):
+        if logged("tracing_collector_unreachable") == logged("tracing_collector_recovered"):
             return True
         await generate(serving, sampled, variant=9)
         return False
 
     await until(is_there, "nobody takes the collector for away")
-    away, back = logged("tracing_collector_away"), logged("tracing_collector_back")
+    away, back = logged("tracing_collector_unreachable"), logged("tracing_collector_recovered")
     serving.collecting.close()
     for variant in range(3):
         await generate(serving, sampled, variant=variant + 10)
-    await until(lambda: set(logged("tracing_collector_away") - away) == everybody, "every process has said so")
+    await until(lambda: set(logged("tracing_collector_unreachable") - away) == everybody, "every process has said so")
     for variant in range(3):
         await generate(serving, sampled, variant=variant + 20)
     await until_idle(*cluster.nodes)
-    said_while_away = logged("tracing_collector_away")
+    said_while_away = logged("tracing_collector_unreachable")
     with listening(serving.collector, serving.collector_port):
 
         async def is_back() -> bool:
             await generate(serving, sampled, variant=30)
-            return set(logged("tracing_collector_back") - back) == everybody
+            return set(logged("tracing_collector_recovered") - back) == everybody
 
         await until(is_back, "the collector has been found again")
         trace_id = await asked(serving)

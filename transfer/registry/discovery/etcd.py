@@ -244,7 +244,7 @@ class Registration:
             try:
                 await self._keep_until_it_fails()
             except Exception as error:
-                log.critical("registration_broke", error=f"{type(error).__name__}: {error}", exc_info=error)
+                log.critical("registration_crashed", error=f"{type(error).__name__}: {error}", exc_info=error)
                 self._fail(f"unexpected {type(error).__name__}; see the log of this node")
             await asyncio.sleep(AGAIN_S)
 
@@ -284,9 +284,9 @@ class Registration:
         else:
             if not await client.has(self.key):  # another client deleted it, and the lease is still alive
                 await self._put(client, self.lease)
-                log.warning("registration_was_deleted", where=self._members.where, address=self._address, key=self.key)
+                log.warning("registration_deleted", where=self._members.where, address=self._address, key=self.key)
             if self._problem:
-                log.info("registration_works_again", where=self._members.where, address=self._address)
+                log.info("registration_recovered", where=self._members.where, address=self._address)
         self._members.worked()
         self._problem, self._heard_s = "", self._clock()
         with contextlib.suppress(TimeoutError):

@@ -236,7 +236,7 @@ class Discovery:
         except Exception as error:
             news = f"unexpected {type(error).__name__}; see the log of this node"
             if self._waiting[address] != news:  # once
-                log.critical("asking_broke", address=address, error=f"{type(error).__name__}: {error}", exc_info=error)
+                log.critical("discovery_crashed", address=address, error=f"{type(error).__name__}: {error}", exc_info=error)
             return news
 
     def _tell(self) -> None:
@@ -261,7 +261,7 @@ class Discovery:
                 listener(self._addresses)
             except Exception as error:
                 self._failures += 1
-                log.critical("discovery_listener_broke", error=f"{type(error).__name__}: {error}", exc_info=error)
+                log.critical("discovery_listener_crashed", error=f"{type(error).__name__}: {error}", exc_info=error)
                 self._told[listener] = None
                 if self._telling_again is not None:
                     self._telling_again.cancel()
@@ -277,5 +277,5 @@ class Discovery:
 
     def _see(self) -> None:
         if self._problem:
-            log.info("discovery_works_again", where=self._source.where)
+            log.info("discovery_recovered", where=self._source.where)
         self._problem, self._seen_s = "", self._clock()
