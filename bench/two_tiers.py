@@ -15,7 +15,7 @@ from torch import Tensor
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.inproc_channel import InprocControlServer
 from transfer.copy.digest import DIGEST_XXH3
-from transfer.layout import KVLayout, Shard, routes, wire_dtype
+from transfer.layout import KVLayout, Route, Shard, routes, wire_dtype
 from transfer.local_pair import inproc_context
 from transfer.piece import RankRequest, SessionRoute
 from transfer.pool.kv_pool import KVPool
@@ -197,39 +197,28 @@ class TwoTiers:
 
     def begin(self, request_id: str, num_tokens: int) -> None:
         """Expect a request on every decode rank, then start it on every prefill rank."""
-        dtype = wire_dtype(self.layout, self.prefill, self.decode)
         for rank, receiver in enumerate(self.receivers):
-            incoming = RankRequest(
-                request_id=request_id,
-                layout=self.layout,
-                plan=self.plan,
-                wire_dtype=dtype,
-                digest=DIGEST_XXH3,
-                num_tokens=num_tokens,
-                start_token=0,
-                routes=tuple(
-                    SessionRoute(route=route, session=self.senders[route.prefill_rank].sessions[rank])
-                    for route in self.routes
-                    if route.decode_rank == rank
-                ),
-            )
-            receiver.loop.expect_request(incoming)
+            incoming = [route for route in self.routes if route.decode_rank == rank]
+            receiver.loop.expect_request(self._rank_request(request_id, num_tokens, incoming))
         for rank, sender in enumerate(self.senders):
-            outgoing = RankRequest(
-                request_id=request_id,
-                layout=self.layout,
-                plan=self.plan,
-                wire_dtype=dtype,
-                digest=DIGEST_XXH3,
-                num_tokens=num_tokens,
-                start_token=0,
-                routes=tuple(
-                    SessionRoute(route=route, session=sender.sessions[route.decode_rank])
-                    for route in self.routes
-                    if route.prefill_rank == rank
-                ),
-            )
-            sender.loop.start_request(outgoing)
+            outgoing = [route for route in self.routes if route.prefill_rank == rank]
+            sender.loop.start_request(self._rank_request(request_id, num_tokens, outgoing))
+
+    def _rank_request(self, request_id: str, num_tokens: int, of_rank: Sequence[Route]) -> RankRequest:
+        """Return the part of a request for a rank with these routes."""
+        return RankRequest(
+            request_id=request_id,
+            layout=self.layout,
+            plan=self.plan,
+            wire_dtype=wire_dtype(self.layout, self.prefill, self.decode),
+            digest=DIGEST_XXH3,
+            num_tokens=num_tokens,
+            start_token=0,
+            routes=tuple(
+                SessionRoute(route=route, session=self.senders[route.prefill_rank].sessions[route.decode_rank])
+                for route in of_rank
+            ),
+        )
 
     async def compute(self, request_id: str, num_tokens: int) -> None:
         """The engine: write KV chunk by chunk into the prefill pools, and say so after each."""
