@@ -19,8 +19,9 @@ from transfer.connector import bound_prompts as bound_module
 from transfer.connector import incoming as incoming_module
 from transfer.connector.attempt import IncomingObserver
 from transfer.connector.bound_prompts import BIND_WAIT_S, BoundPrompts, PromptState, PromptView
-from transfer.connector.incoming import PLACE_AFTER_S, REJOIN_S, RETRY_PAUSE_S
+from transfer.connector.incoming import PLACE_AFTER_S, RETRY_PAUSE_S
 from transfer.connector.messages import CancelIncoming, ExpectBound, SettlePrompt, TransferBroken, TransferExpected
+from transfer.connector.named_node import REJOIN_S
 from transfer.connector.prefill_peer import PrefillPeer
 from transfer.errors import Preempted, TransportClosed
 from transfer.pb import kvferry_pb2 as pb

@@ -13,8 +13,8 @@ from tests.decode.leader_world import PAGE_SIZE, PLAN, POOL_PAGES, World, turns
 from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from transfer.chunk import ChunkPlan
 from transfer.connector import incoming as incoming_module
-from transfer.connector.incoming import ASK_AGAIN_S, ASKED_AT_ONCE, MOST_ASKED
 from transfer.connector.messages import CancelIncoming
+from transfer.connector.room_waits import ASK_AGAIN_S, ASKED_AT_ONCE, MOST_ASKED
 from transfer.errors import PeerUnreachable, TransferAborted
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import chunk_plan_to_proto

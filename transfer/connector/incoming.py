@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 import math
 import time
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
@@ -33,7 +33,6 @@ import structlog
 
 from transfer.breaker import Verdict
 from transfer.chunk import ChunkPlan, check_num_pieces
-from transfer.config.values import checked_host_port
 from transfer.connector.attempt import (
     Attempt,
     AttemptStage,
@@ -53,13 +52,14 @@ from transfer.connector.messages import (
     TransferExpected,
     TransferWhole,
 )
+from transfer.connector.named_node import named_node
 from transfer.connector.prefill_nodes import REASON_GRACE_S, PrefillNodes
 from transfer.connector.prefill_peer import PrefillPeer
+from transfer.connector.room_waits import RoomWaits
 from transfer.connector.side_service import RequestView
 from transfer.errors import (
     EngineError,
     IntegrityError,
-    LayoutError,
     PeerUnreachable,
     Preempted,
     ResourceExhausted,
@@ -77,9 +77,6 @@ from transfer.transfer_ids import new_transfer_id
 RETRY_PAUSE_S: Final = 0.05
 """Pause before a prompt is sent to the same prefill node again."""
 
-REJOIN_S: Final = 5.0
-"""Limit of the wait for a node that had the prompt to join again. It joins again within moments, or has died with the prompt."""
-
 PLACE_AFTER_S: Final = 0.1
 """Time from the first change of prefill nodes until waiting prompts are placed. Several nodes often come within milliseconds."""
 
@@ -88,18 +85,6 @@ PLACED_AT_ONCE: Final = 32
 
 PLACED_TOKENS_AT_ONCE: Final = 1 << 18
 """Tokens of prompts that are placed at once. Choosing a node for 131,072 tokens takes the loop some 5 ms."""
-
-ASK_AGAIN_S: Final = 0.5
-"""Longest pause between two questions to the scheduler about room. `decode_node.admission.WAITS_S` is longer, so that a waiting
-request keeps its place."""
-
-ASKED_AT_ONCE: Final = 32
-"""Attempts for which the scheduler is asked again at a change. A question takes up to 0.3 ms of the loop, and hundreds can wait.
-The others follow within `ASK_AGAIN_S`."""
-
-MOST_ASKED: Final = 256
-"""Attempts for which the scheduler is asked again within `ASK_AGAIN_S`, those of the oldest prompts. With 1,024 prefill nodes,
-8,000 can wait, and would take all of the loop's time."""
 
 EARLY_ROOM_S: Final = 1.0
 """Time after which early room of a prompt that its prefill node has not begun is released, if others lack room. It is as long as
@@ -150,10 +135,7 @@ class IncomingTransfers(Generic[PromptT]):
         self._placing: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # calls to prefill nodes, and waits for a node or for room
         self._no_room_s = -math.inf  # when the scheduler last had no room
-        self._without_room: dict[Attempt[PromptT], asyncio.Future[None]] = {}  # done when the scheduler is to be asked again
-        self._by_age: list[Attempt[PromptT]] = []  # the same attempts, the oldest prompt's first
-        self._is_asking_again = False
-        self._asking_again: asyncio.TimerHandle | None = None
+        self._room_waits = RoomWaits[PromptT]()
 
     @property
     def _prompts(self) -> tuple[PromptT, ...]:
@@ -199,9 +181,9 @@ class IncomingTransfers(Generic[PromptT]):
             self._stop_waiting(attempt)
             self._judge(attempt, Verdict.NOTHING, str(error))
             self._answer_reserve(attempt, str(error))
-        for timer in (self._placing, self._asking_again):
-            if timer is not None:
-                timer.cancel()
+        if self._placing is not None:
+            self._placing.cancel()
+        self._room_waits.close()
         self._attempts.clear()
         self._num_waiting = 0
         tasks = list(self._tasks)
@@ -338,43 +320,6 @@ class IncomingTransfers(Generic[PromptT]):
         their failure."""
         return self._peers.can_wait_for_node(tried=frozenset(one.peer for one in prompt.attempts if one.peer is not None))
 
-    async def _joined(self, prompt: PromptT) -> PrefillPeer:
-        """Return the prefill node that the prompt names, once it is joined.
-
-        Raises:
-            TransferAborted: This side does not use that node, or the prompt was lost with the node's last life.
-            LayoutError: The node does not fit, for example because it has another model.
-            PeerUnreachable: The node does not join in time.
-        """
-        peer = self._peers.find(prompt.source)
-        if peer is None:
-            if not self._may_join:
-                raise TransferAborted(
-                    f"the prompt's prefill node is {prompt.source}, which is not in peers.prefill_nodes; it must be one of them "
-                    "(join_on_request allows others)"
-                )
-            try:
-                peer = self._peers.add(checked_host_port(prompt.source))
-            except ValueError as error:  # a ConfigError is one, too
-                raise TransferAborted(f"the prompt's prefill node is {prompt.source!r:.300}: {error}") from error
-        wait_s = min(REJOIN_S, prompt.join_timeout_s) if prompt.life else prompt.join_timeout_s
-        waiting = [asyncio.ensure_future(event.wait()) for event in (peer.joined, peer.unfit)]
-        peer.num_users += 1
-        try:
-            await asyncio.wait(waiting, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            peer.num_users -= 1
-            for event in waiting:
-                event.cancel()
-        if not peer.joined.is_set():
-            kind = LayoutError if peer.unfit.is_set() else PeerUnreachable
-            raise kind(f"prefill node {peer.address} is {peer.state}: {peer.reason}")
-        peer = peer.other or peer
-        assert peer.instance is not None, "it is joined"
-        if prompt.engine_request and prompt.life not in (0, peer.instance.incarnation):
-            raise TransferAborted(f"prefill node {peer.address} restarted and lost the KV of its engine")
-        return peer
-
     # Attempts
 
     def _begin(self, prompt: PromptT, peer: PrefillPeer | None, after: TransferError | None) -> None:
@@ -412,7 +357,7 @@ class IncomingTransfers(Generic[PromptT]):
         if attempt.after is not None:
             await asyncio.sleep(RETRY_PAUSE_S)
         try:
-            peer = await self._joined(attempt.prompt)
+            peer = await named_node(attempt.prompt, self._peers, may_join=self._may_join)
         except TransferError as error:
             attempt.unsent = None
             self.give_up(attempt.prompt, error)
@@ -644,45 +589,12 @@ class IncomingTransfers(Generic[PromptT]):
     # Room
 
     def room_changed(self) -> None:
-        """Ask the scheduler again for attempts that wait for room, the oldest prompts first, once in a turn of the loop."""
-        if self._without_room and not self._is_asking_again:
-            self._is_asking_again = True
-            asyncio.get_running_loop().call_soon(self._ask_oldest_again)
-
-    def _ask_oldest_again(self) -> None:
-        self._is_asking_again = False
-        self._ask_some_again(0)
-
-    def _ask_some_again(self, begin: int) -> None:
-        for attempt in self._by_age[begin : begin + ASKED_AT_ONCE]:
-            self.ask_again(attempt)
-
-    def _ask_next_again(self, begin: int) -> None:
-        """Ask again for the attempts at `begin` in the order of age, and for the next ones a moment later."""
-        self._asking_again = None
-        if self._by_age:
-            self._ask_some_again(begin)
-            pause_s = ASK_AGAIN_S * ASKED_AT_ONCE / MOST_ASKED
-            self._asking_again = asyncio.get_running_loop().call_later(
-                pause_s, self._ask_next_again, (begin + ASKED_AT_ONCE) % MOST_ASKED
-            )
+        """Ask the scheduler again for attempts that wait for room, see `RoomWaits.room_changed`."""
+        self._room_waits.room_changed()
 
     def ask_again(self, attempt: Attempt[PromptT]) -> None:
         """Ask the scheduler again for one attempt, if it waits for room."""
-        changed = self._without_room.get(attempt)
-        if changed is not None and not changed.done():
-            changed.set_result(None)
-
-    async def _until_room_changed(self, attempt: Attempt[PromptT]) -> None:
-        changed = self._without_room[attempt] = asyncio.get_running_loop().create_future()
-        insort(self._by_age, attempt, key=_age)
-        if self._asking_again is None:
-            self._asking_again = asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._ask_next_again, 0)
-        try:
-            await changed
-        finally:
-            del self._without_room[attempt]
-            del self._by_age[bisect_left(self._by_age, _age(attempt), key=_age)]
+        self._room_waits.ask_again(attempt)
 
     async def _give_room(
         self, attempt: Attempt[PromptT], wanted: pb.PrefillRoomWanted, room: asyncio.Future[pb.PrefillRoom]
@@ -691,7 +603,7 @@ class IncomingTransfers(Generic[PromptT]):
         try:
             plan, own = self._peers.plan_of(wanted, attempt.incarnation), self._own.incarnation
             while (start_token := await self.reserve(attempt.transfer_id, attempt.incarnation, own, plan)) is None:
-                await self._until_room_changed(attempt)
+                await self._room_waits.until_changed(attempt)
         except TransferError as error:
             self.fail(attempt, error)
             return
@@ -746,7 +658,7 @@ class IncomingTransfers(Generic[PromptT]):
 
     def _lacks_room(self) -> bool:
         """Return whether an attempt waits for room, or did so lately."""
-        return bool(self._without_room) or time.monotonic() - self._no_room_s < EARLY_ROOM_S
+        return bool(self._room_waits) or time.monotonic() - self._no_room_s < EARLY_ROOM_S
 
     async def reserve(self, request_id: str, prefill_incarnation: int, decode_incarnation: int, plan: ChunkPlan) -> int | None:
         """Take room for the attempt of that id, on every rank. The prefill leader is about to start it.
@@ -904,11 +816,6 @@ class IncomingTransfers(Generic[PromptT]):
         if self._scheduler.reuses_pages and attempt.failure is not None:
             self._go_on(attempt)
         self._forget_if_done(attempt)
-
-
-def _age(attempt: Attempt[Any]) -> tuple[float, str]:
-    """Return the key of the order of age. Ids are unique."""
-    return attempt.prompt.accepted_s, attempt.transfer_id
 
 
 def _checked_note(payload: bytes, peer: PrefillPeer) -> bytes:
