@@ -7,8 +7,8 @@ it once and fork ranks from it.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict
@@ -22,10 +22,9 @@ from torch import Tensor
 from embedded_engine.architectures import check_can_speculate
 from embedded_engine.causal_model import CausalModel, compile_decode_steps
 from embedded_engine.draft_model import DraftModel, check_draft_model
-from embedded_engine.failed_steps import EngineBroken, end_failed_step
+from embedded_engine.failed_steps import StepGuard
 from embedded_engine.forward_batch import (
     NO_TOKEN,
-    BadLogits,
     ChosenTokens,
     ForwardBatch,
     ForwardOutput,
@@ -50,7 +49,7 @@ from planner.memory_advice import Phase, advice_for
 from planner.plan import MemoryPlan
 from planner.workspace import Workspace, XAttention, check_has_sparse_prefill, sparse_prefill_workspaces
 from transfer.engine_types import DecodeItem, PrefillCounts, PrefillItem, StoredKV
-from transfer.errors import ConfigError, EngineError, OutOfMemory
+from transfer.errors import ConfigError, EngineError
 from transfer.layer_groups import layer_groups, page_table_tokens
 from transfer.layout import DType, KVLayout, LayerKind, Shard
 from transfer.out_of_memory import allocating
@@ -187,7 +186,7 @@ class EmbeddedEngine:
         self._device = torch.device(device)
         self._dtype: torch.dtype = getattr(torch, self.layout.dtype.value)
         self._has_decode_kernels = self._device.type == "cuda" if has_decode_kernels is None else has_decode_kernels
-        self._failure: str | None = None
+        self._guard = StepGuard(f"rank {shard.tp_rank} of {shard.tp_size}", device=self._device, is_alone=group is None)
         place: _Place = {
             "dtype": self._dtype,
             "device": self._device,
@@ -395,8 +394,7 @@ class EmbeddedEngine:
             torch_compile_max_bs,
         )
         self._configure_sparse(sparse_prefill, chunk_tokens)
-        if self._failure is not None:
-            raise EngineBroken(f"the engine failed in an earlier step and must be restarted: {self._failure}")
+        self._guard.check_works()
         try:
             self._open_pool(num_pages, max_running_requests, cuda_graph_batch_sizes)
         except RuntimeError as error:
@@ -664,6 +662,7 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Release the model and leave the TP group; transfers under way can still read the pool. May be called twice."""
+        self._guard.close()
         self._model = self._draft = None
         self._decoder = self._draft_decoder = None
         if self._group is not None:
@@ -708,7 +707,7 @@ class EmbeddedEngine:
 
     def _forward(self, batch: ForwardBatch) -> Tensor | None:
         """Run the model over the rows of a step; return logits [wanted rows, vocab] on TP rank 0 only."""
-        assert self._model is not None  # _step() refuses a closed engine
+        assert self._model is not None  # the guard refuses steps of a closed engine
         if batch.plan is None:
             assert self._decoder is not None  # decode_batch
             put_unread = None if batch.unread is None else batch.unread.put
@@ -748,42 +747,9 @@ class EmbeddedEngine:
             beside=self._decoder,
         )
 
-    @contextmanager
-    def _step(self, doing: str, phase: Phase) -> Iterator[None]:
-        """Run a step without autograd, and convert each failure to an `EngineError`.
-
-        Args:
-            doing: That of `out_of_memory`.
-            phase: The same, for advice.
-        """
-        if self._model is None:
-            raise EngineError("the engine is closed; a step needs an open one")
-        if self._failure is not None:
-            raise EngineBroken(f"the engine failed in an earlier step and must be restarted: {self._failure}")
-        is_complete = False
-        failure: EngineError | None = None
-        try:
-            with torch.inference_mode():
-                yield
-            is_complete = True
-        except BadLogits:
-            # Every rank has run the whole step: the group is still in step.
-            is_complete = True
-            raise
-        except (RuntimeError, MemoryError) as error:  # from torch: no memory, a closed connection, a deadline
-            rank = f"rank {self.shard.tp_rank} of {self.shard.tp_size}"
-            failure = end_failed_step(
-                error, doing, self._advise(phase), rank=rank, device=self._device, is_alone=self._group is None
-            )
-            if isinstance(failure, EngineBroken):
-                self._failure = str(failure)
-            if not isinstance(failure, OutOfMemory):
-                raise failure from error
-        finally:
-            if not is_complete and self._group is not None and self._failure is None:
-                self._failure = f"rank {self.shard.tp_rank} of {self.shard.tp_size} did not finish a step"
-        if failure is not None:
-            raise failure
+    def _step(self, doing: str, phase: Phase) -> AbstractContextManager[None]:
+        """Run a step, see `StepGuard.step`; `phase` is that of the advice."""
+        return self._guard.step(doing, partial(self._advise, phase))
 
     def _recorded_event(self) -> Any:
         if self._device.type != "cuda":
