@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedded_engine.architectures import check_can_speculate
 from embedded_engine.causal_model import CausalModel, compile_decode_steps
 from embedded_engine.draft_model import DraftModel, check_draft_model
+from embedded_engine.engine_settings import EngineSettings, check_batch_sizes, check_is_positive
 from embedded_engine.failed_steps import StepGuard
 from embedded_engine.forward_batch import (
     NO_TOKEN,
@@ -47,7 +47,7 @@ from embedded_engine.step_plan import StepPlan
 from embedded_engine.tensor_parallel import TensorParallelGroup
 from planner.memory_advice import Phase, advice_for
 from planner.plan import MemoryPlan
-from planner.workspace import Workspace, XAttention, check_has_sparse_prefill, sparse_prefill_workspaces
+from planner.workspace import XAttention
 from transfer.engine_types import DecodeItem, PrefillCounts, PrefillItem, StoredKV
 from transfer.errors import ConfigError, EngineError
 from transfer.layer_groups import layer_groups, page_table_tokens
@@ -168,20 +168,23 @@ class EmbeddedEngine:
         self._group = group
         self._advise = advise
         self._configure(
-            shard,
-            layers_per_group,
-            max_seq_len,
-            max_running_requests,
-            cuda_graph_batch_sizes,
-            has_host_pages,
-            num_speculative_tokens,
-            torch_compile_max_bs,
+            EngineSettings(
+                shard=shard,
+                layers_per_group=layers_per_group,
+                max_seq_len=max_seq_len,
+                max_running_requests=max_running_requests,
+                cuda_graph_batch_sizes=cuda_graph_batch_sizes,
+                has_host_pages=has_host_pages,
+                sparse_prefill=sparse_prefill,
+                chunk_tokens=chunk_tokens,
+                num_speculative_tokens=num_speculative_tokens,
+                torch_compile_max_bs=torch_compile_max_bs,
+            )
         )
-        self._configure_sparse(sparse_prefill, chunk_tokens)
         if not callable(num_pages):
             self._page_counts(num_pages)  # before the weights are loaded, which may take minutes
         if num_threads is not None:
-            _check_is_positive("num_threads", num_threads)
+            check_is_positive("num_threads", num_threads)
             torch.set_num_threads(num_threads)
         self._device = torch.device(device)
         self._dtype: torch.dtype = getattr(torch, self.layout.dtype.value)
@@ -196,70 +199,16 @@ class EmbeddedEngine:
         self._model: CausalModel | None = CausalModel(self.files, **place)
         self._draft = None if draft is None else DraftModel(draft, **place, first_layer=own_layers)
         self.weights_bytes = self._model.weights_bytes + (0 if self._draft is None else self._draft.weights_bytes)
-        self._open_pool(num_pages, max_running_requests, cuda_graph_batch_sizes)
+        self._open_pool(num_pages)
 
-    def _configure(
-        self,
-        shard: Shard,
-        layers_per_group: int | None,
-        max_seq_len: int | None,
-        max_running_requests: int | None,
-        graph_batch_sizes: Sequence[int],
-        has_host_pages: bool,
-        num_speculative_tokens: int,
-        torch_compile_max_bs: int,
-    ) -> None:
+    def _configure(self, settings: EngineSettings) -> None:
         """Check and keep the settings that do not depend on the weights."""
-        for files in (self.files, *(() if self.draft_files is None else (self.draft_files,))):
-            files.check_shard(shard)
         rank, size = (0, 1) if self._group is None else (self._group.rank, self._group.size)
-        if (shard.tp_rank, shard.tp_size) != (rank, size):
-            raise ConfigError(
-                f"shard is rank {shard.tp_rank} of {shard.tp_size}, the process group rank {rank} of {size}; they must be equal"
-            )
-        if shard.dtype is DType.INT8:
-            raise ConfigError("shard dtype is int8; the embedded engine's pool must have a floating point dtype")
-        _check_is_positive("layers_per_group", layers_per_group)
-        _check_is_positive("max_running_requests", max_running_requests)
-        if num_speculative_tokens < 0:
-            raise ConfigError(f"num_speculative_tokens is {num_speculative_tokens}; must be 0 or more")
-        if torch_compile_max_bs < 0:
-            raise ConfigError(f"torch_compile_max_bs is {torch_compile_max_bs}; must be 0 or more")
-        if num_speculative_tokens or self.draft_files is not None:
-            check_can_speculate(self.files.architecture)
-        _check_batch_sizes(graph_batch_sizes, (max_running_requests or 0) * (1 + num_speculative_tokens))
-        self.shard = shard
-        self._num_speculative_tokens = num_speculative_tokens
-        self._torch_compile_max_bs = torch_compile_max_bs
-        most = [files.max_context_tokens for files in (self.files, self.draft_files) if files is not None]
-        self.max_context_tokens = min(*most, max_seq_len or most[0])
-        self.layers_per_group = layers_per_group or self.layout.num_layers
-        self._has_host_pages = has_host_pages
-
-    def _configure_sparse(self, policy: XAttention | None, chunk_tokens: int | None) -> None:
-        """Check and keep the policy of block-sparse prefill, with the workspaces that it needs."""
-        self._sparse_policy = policy
-        self._workspaces: tuple[Workspace, ...] = ()
-        if policy is None:
-            return
-        if self.draft_files is not None:
-            raise ConfigError(
-                "prefill.sparse_policy is xattention, and speculative.model is given; the workspaces of block-sparse prefill are "
-                "those of one model: remove one of them"
-            )
-        if chunk_tokens is None:
-            raise ConfigError("sparse_prefill is given and chunk_tokens is not; its workspaces need both")
-        _check_is_positive("chunk_tokens", chunk_tokens)
-        try:
-            check_has_sparse_prefill(self.layout)
-        except ConfigError as error:
-            raise ConfigError(f"prefill.sparse_policy is xattention; {self.files.architecture} {error}") from None
-        self._workspaces = sparse_prefill_workspaces(
-            policy,
-            num_heads=self.files.config.num_attention_heads // self.shard.tp_size,
-            chunk_tokens=chunk_tokens,
-            max_seq_len=self.max_context_tokens,
-        )
+        settings.check(self.files, self.draft_files, rank=rank, size=size)
+        self._settings, self.shard = settings, settings.shard
+        self.max_context_tokens = settings.max_context_tokens(self.files, self.draft_files)
+        self.layers_per_group = settings.layers_per_group or self.layout.num_layers
+        self._workspaces = settings.sparse_workspaces(self.files, self.layout, self.max_context_tokens)
 
     def _compile_sparse(self, sparse: SparsePrefill) -> None:
         """Compile the kernels of block-sparse prefill on a GPU."""
@@ -280,12 +229,11 @@ class EmbeddedEngine:
             raise ConfigError(f"num_pages is {num_pages}; must be at least 1 for each group of layers ({names})")
         return counts
 
-    def _open_pool(
-        self, num_pages: int | Sequence[int] | PlanPages, max_running_requests: int | None, graph_batch_sizes: Sequence[int]
-    ) -> None:
+    def _open_pool(self, num_pages: int | Sequence[int] | PlanPages) -> None:
         """Allocate everything that comes after the weights."""
+        settings = self._settings
         counts = self._page_counts(num_pages(self.weights_bytes) if callable(num_pages) else num_pages)
-        self._compile(graph_batch_sizes, max_running_requests)
+        self._compile()
         groups = layer_groups(self.layout)
         with allocating(
             f"allocating the KV pool of {', '.join(map(str, counts))} pages",
@@ -296,10 +244,10 @@ class EmbeddedEngine:
             self.pool = KVPool(layout=self.layout, shard=self.shard, num_pages=counts, device=self._device)
         self._checks = self._make_checks()
         self._sparse: SparsePrefill | None = None
-        if self._sparse_policy is not None:
+        if settings.sparse_prefill is not None:
             with allocating(Phase.WORKSPACES, device=self._device, advice=self._advise(Phase.WORKSPACES)):
                 self._sparse = SparsePrefill(
-                    self._sparse_policy,
+                    settings.sparse_prefill,
                     self._workspaces,
                     sparse_kernels(has_triton=self._has_decode_kernels),
                     page_size=self.pool.page_size,
@@ -311,9 +259,10 @@ class EmbeddedEngine:
         self._host_pages: HostPages | None = None
         self._decoder: DeviceDecoder | None = None
         self._draft_decoder: DeviceDecoder | None = None
+        max_running_requests = settings.max_running_requests
         if max_running_requests is not None and self._has_decode_kernels:
             assert self._model is not None
-            rows_each = 1 + self._num_speculative_tokens
+            rows_each = 1 + settings.num_speculative_tokens
             with allocating("allocating the page tables", device=self._device, advice=self._advise(Phase.PAGE_TABLES)):
                 self._decoder = self._make_decoder(self._model, max_running_requests, max_running_requests * rows_each)
                 if self._draft is not None:
@@ -321,19 +270,20 @@ class EmbeddedEngine:
         if self._draft is not None:
             self._draft.use_pool(self.pool, self._draft_decoder)
         if self._decoder is not None:
-            self.capture_cuda_graphs(graph_batch_sizes)
+            self.capture_cuda_graphs(settings.cuda_graph_batch_sizes)
 
-    def _compile(self, graph_batch_sizes: Sequence[int], max_running_requests: int | None) -> None:
+    def _compile(self) -> None:
         """Compile decode steps if `torch_compile_max_bs` is set."""
         self.inductor_bytes = 0
         models = [model for model in (self._model, self._draft) if model is not None]
-        is_gpu, most = self._device.type == "cuda", self._torch_compile_max_bs
-        all_rows = range(1, 1 + (max_running_requests or 0) * (1 + self._num_speculative_tokens))
-        sizes = [size for size in (graph_batch_sizes if is_gpu else all_rows) if size <= most]
+        settings = self._settings
+        is_gpu, most = self._device.type == "cuda", settings.torch_compile_max_bs
+        all_rows = range(1, 1 + (settings.max_running_requests or 0) * (1 + settings.num_speculative_tokens))
+        sizes = [size for size in (settings.cuda_graph_batch_sizes if is_gpu else all_rows) if size <= most]
         if not sizes:
             for model in models:
                 model.compile_decode((), is_dynamic=False)
-            if most and max_running_requests is not None:
+            if most and settings.max_running_requests is not None:
                 reason = f"no batch of up to torch_compile_max_bs ({most}) is captured into a CUDA graph"
                 log.warning("torch_compile_unusable", reason=reason, advice="set cuda_graph_bs, or set torch_compile to false")
             return
@@ -384,19 +334,22 @@ class EmbeddedEngine:
         """
         self._advise = advise
         self._configure(
-            shard,
-            layers_per_group,
-            max_seq_len,
-            max_running_requests,
-            cuda_graph_batch_sizes,
-            has_host_pages,
-            num_speculative_tokens,
-            torch_compile_max_bs,
+            EngineSettings(
+                shard=shard,
+                layers_per_group=layers_per_group,
+                max_seq_len=max_seq_len,
+                max_running_requests=max_running_requests,
+                cuda_graph_batch_sizes=cuda_graph_batch_sizes,
+                has_host_pages=has_host_pages,
+                sparse_prefill=sparse_prefill,
+                chunk_tokens=chunk_tokens,
+                num_speculative_tokens=num_speculative_tokens,
+                torch_compile_max_bs=torch_compile_max_bs,
+            )
         )
-        self._configure_sparse(sparse_prefill, chunk_tokens)
         self._guard.check_works()
         try:
-            self._open_pool(num_pages, max_running_requests, cuda_graph_batch_sizes)
+            self._open_pool(num_pages)
         except RuntimeError as error:
             raise EngineError(f"the pool cannot be made: {one_line(error)}") from error
 
@@ -424,7 +377,7 @@ class EmbeddedEngine:
     @property
     def attention(self) -> str:
         """How prefill approximates attention; empty for full attention. With threshold 1, nothing is approximated."""
-        policy = self._sparse_policy
+        policy = self._settings.sparse_prefill
         return "" if policy is None or policy.threshold == 1 else str(policy)
 
     @property
@@ -443,7 +396,7 @@ class EmbeddedEngine:
             OutOfMemory: The device has too little memory left.
             EngineError: The capture failed.
         """
-        _check_batch_sizes(batch_sizes, 0 if self._decoder is None else self._decoder.max_rows)
+        check_batch_sizes(batch_sizes, 0 if self._decoder is None else self._decoder.max_rows)
         if self._decoder is not None:
             with self._step("capturing the CUDA graphs of decode steps", Phase.CUDA_GRAPHS):
                 self._decoder.capture(batch_sizes)
@@ -480,7 +433,7 @@ class EmbeddedEngine:
         """
         if self._tier is not None:
             raise ConfigError("the engine has a host pool already; it takes one, before its first step")
-        if self._decoder is not None and not self._has_host_pages:
+        if self._decoder is not None and not self._settings.has_host_pages:
             raise ConfigError("has_host_pages is false, so page tables are as wide as the pool; must be true for a host pool")
         tier = HostBlocks(self.pool, host, block_bytes=block_bytes, stored=stored)
         if self._sparse is not None:
@@ -677,7 +630,7 @@ class EmbeddedEngine:
             vocab_size=self.vocab_size,
             num_host_pages=num_host_pages,
             pages_per_stored_block=pages_per_stored_block,
-            max_draft_tokens=self._num_speculative_tokens,
+            max_draft_tokens=self._settings.num_speculative_tokens,
         )
 
     def _drafted(self, items: Sequence[DecodeItem]) -> Sequence[DecodeItem]:
@@ -740,7 +693,7 @@ class EmbeddedEngine:
                 num_pages=self.pool.num_pages[0],
                 page_size=self.pool.page_size,
                 max_seq_len=self.max_context_tokens,
-                has_host_pages=self._has_host_pages,
+                has_host_pages=self._settings.has_host_pages,
             ),
             compute=model.compute,
             advice=self._advise(Phase.CUDA_GRAPHS),
@@ -759,17 +712,3 @@ class EmbeddedEngine:
 
 def _as_arrays(tables: Sequence[Sequence[Sequence[int]]]) -> list[Tables]:
     return [tuple(np.array(table, dtype=np.int64) for table in own) for own in tables]
-
-
-def _check_is_positive(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ConfigError(f"{name} is {value}; must be at least 1")
-
-
-def _check_batch_sizes(batch_sizes: Sequence[int], max_rows: int) -> None:
-    wrong = [size for size in batch_sizes if not 1 <= size <= max_rows]
-    if wrong:
-        raise ConfigError(
-            f"cuda_graph_batch_sizes has {wrong[0]}; a decode step has between 1 and {max_rows} rows "
-            "(max_running_requests x (1 + num_speculative_tokens))"
-        )
