@@ -38,7 +38,7 @@ from kvferry.engines.connector_rank import ConnectorRank
 from kvferry.engines.model_identity import model_fields
 from kvferry.engines.sglang_bootstrap import BootstrapServer, PrefillLookups, PrefillRank, register_dp_rank, register_rank
 from kvferry.engines.sglang_layout import EngineCut, MorePages, Scales, SglangPool, StageLayers, read_pool
-from kvferry.engines.sglang_settings import sglang_settings
+from kvferry.engines.sglang_settings import check_supported, sglang_settings
 from kvferry.engines.sglang_transfers import IncomingPrompt, OutgoingPrompt, Poll, SchedulerPrompts, pack_note, unpack_note
 from transfer.config import ConnectorConfig
 from transfer.engine_types import DeviceEvent
@@ -353,24 +353,21 @@ def _check_supported(args: Any, server_args: Any, queue: Any, *, is_prefill: boo
     """Raise ConfigError for a setting of SGLang that kvferry does not support yet."""
     parallel, disagg = get_parallel(), get_disagg()
     has_windows = StateType.SWA in args.state_types
-    for name, value, right in (
-        ("pp_size on the decode side", 1 if is_prefill else parallel.pp_size, 1),
-        ("nnodes", parallel.nnodes, 1),
-        ("attn_cp_size", parallel.attn_cp_size, 1),
-        ("dcp_size", parallel.attn_dcp_size, 1),
-        ("enable_kv_cache_sharding", bool(parallel.enable_kv_cache_sharding), False),
-        ("enable_hisparse", bool(getattr(queue.scheduler, "enable_hisparse", False)), False),
-        ("enable_pd_role_switch", bool(server_args.enable_pd_role_switch), False),
-        ("disaggregation_decode_allocation_policy", disagg.disaggregation_decode_allocation_policy, "early"),
-        # SGLang's cache would give later prompts whole pages of a window. Of the first, only the window's tokens are received.
-        (
-            "disaggregation_decode_enable_radix_cache with sliding windows",
-            not is_prefill and has_windows and bool(disagg.disaggregation_decode_enable_radix_cache),
-            False,
-        ),
-    ):
-        if value != right:
-            raise ConfigError(f"{name} is {value}; with --disaggregation-transfer-backend kvferry it must be {right}")
+    check_supported(
+        {
+            "pp_size on the decode side": 1 if is_prefill else parallel.pp_size,
+            "nnodes": parallel.nnodes,
+            "attn_cp_size": parallel.attn_cp_size,
+            "dcp_size": parallel.attn_dcp_size,
+            "enable_kv_cache_sharding": bool(parallel.enable_kv_cache_sharding),
+            "enable_hisparse": bool(getattr(queue.scheduler, "enable_hisparse", False)),
+            "enable_pd_role_switch": bool(server_args.enable_pd_role_switch),
+            "disaggregation_decode_allocation_policy": disagg.disaggregation_decode_allocation_policy,
+            "disaggregation_decode_enable_radix_cache with sliding windows": (
+                not is_prefill and has_windows and bool(disagg.disaggregation_decode_enable_radix_cache)
+            ),
+        }
+    )
     if others := ", ".join(state.value for state in args.state_types if state not in GROUPS_OF_STATES):
         known = ", ".join(state.value for state in GROUPS_OF_STATES)
         raise ConfigError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from transfer.config import ConnectorConfig
+from transfer.errors import ConfigError
 from transfer.load_config import load_config
 
 CONFIG_FILE: Final = "SGLANG_KVFERRY_CONFIG"
@@ -18,6 +19,34 @@ HOLD_S: Final = 2.0
 HEARTBEAT_S: Final = 2.0
 """SGLang's schedulers never sleep, so heartbeats are late on a machine with fewer cores than schedulers. They only detect frozen
 processes and lost networks: the sockets of a dead process close at once."""
+
+SUPPORTED: Final[Mapping[str, object]] = {
+    "pp_size on the decode side": 1,
+    "nnodes": 1,
+    "attn_cp_size": 1,
+    "dcp_size": 1,
+    "enable_kv_cache_sharding": False,
+    "enable_hisparse": False,
+    "enable_pd_role_switch": False,
+    "disaggregation_decode_allocation_policy": "early",
+    # SGLang's cache would give later prompts whole pages of a window. Of the first, only the window's tokens are received.
+    "disaggregation_decode_enable_radix_cache with sliding windows": False,
+}
+"""The only value of each setting of SGLang with which KV can be transferred."""
+
+
+def check_supported(engine: Mapping[str, object]) -> None:
+    """Check the settings of an SGLang engine.
+
+    Args:
+        engine: Values of settings in `SUPPORTED`.
+
+    Raises:
+        ConfigError: KV cannot be transferred with a value; the message names the setting and both values.
+    """
+    for name, value in engine.items():
+        if value != SUPPORTED[name]:
+            raise ConfigError(f"{name} is {value}; with --disaggregation-transfer-backend kvferry it must be {SUPPORTED[name]}")
 
 
 def sglang_settings(environment: Mapping[str, str], *, device: str, meet_timeout_s: float) -> ConnectorConfig:

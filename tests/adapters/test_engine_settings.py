@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.engines.connector import DECODE, PREFILL
-from kvferry.engines.sglang_settings import CONFIG_FILE, sglang_settings
+from kvferry.engines.sglang_settings import CONFIG_FILE, SUPPORTED, check_supported, sglang_settings
 from kvferry.engines.vllm_settings import (
     api_headers,
     check_version,
@@ -135,6 +135,12 @@ def test_operators_and_discovery_are_set_in_sglang_as_on_a_node() -> None:
 def test_invalid_settings_in_sglang_are_named(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         in_sglang(environment)
+
+
+def test_settings_of_an_sglang_engine_that_cannot_be_used() -> None:
+    check_supported(SUPPORTED)
+    with pytest.raises(ConfigError, match="nnodes is 2; with --disaggregation-transfer-backend kvferry it must be 1"):
+        check_supported({**SUPPORTED, "nnodes": 2})
 
 
 def test_store_settings_have_the_names_of_node_settings(monkeypatch: pytest.MonkeyPatch) -> None:
