@@ -27,7 +27,7 @@ from deploy.kubernetes import PROMETHEUS_RULE, prometheus_rule
 from deploy.monitoring import ALERTS, DASHBOARDS, FOLDER, RULES
 from deploy.monitoring.grafana import dashboard_json
 from deploy.monitoring.rule_file import rules_yaml
-from docs import chart
+from docs import chart, support_matrix
 from docs.cli_page import cli_page
 from docs.metrics_page import metrics_page
 from embedded_engine.architectures import ARCHITECTURES
@@ -208,6 +208,10 @@ REGIONS: Final[Mapping[str, Mapping[str, Callable[[str], str]]]] = {
     "docs/observability.md": {"spans": table(spans)},
     "docs/operations.md": {"exit-codes": table(exit_codes)},
     "docs/simulation.md": {"simulated-settings": table(simulated_settings)},
+    "docs/support.md": {
+        "support-matrix": lambda _: support_matrix.matrix(),
+        "support-evidence": lambda _: support_matrix.evidence(),
+    },
     "docs/troubleshooting.md": {"memory-advice": table(memory_advice)},
 }
 """Writers of regions, by document and by name of the region."""
