@@ -380,6 +380,11 @@ def check(facts: VllmFacts, *, has_store: bool) -> None:
         _check_layer(layer, facts)
         if layer.state is not None and has_store:
             raise LayoutError(f"layer {layer.name} keeps a recurrent state, which a store cannot keep; KvferryConnector moves it")
+        if layer.state is not None and facts.pp_size > 1:
+            raise LayoutError(
+                f"layer {layer.name} keeps a recurrent state, which cannot be moved between engines of pipeline stages; use "
+                "pipeline_parallel_size 1"
+            )
     if facts.pp_size > 1 and facts.num_tables > 1:
         raise LayoutError(
             f"the layers have {facts.num_tables} block tables, and a stage does not know those of other pipeline stages; start "
