@@ -12,6 +12,7 @@ import pytest
 from tests.decode.leader_world import DECODE_LIFE, NUM_RANKS, OTHER_LIFE, PLAN, PREFILL_LIFE, Peer, Peers, turns
 from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance
+from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from tests.tracing.test_given_up import ToldSpan
 from transfer.breaker import Breaker, BreakerSettings
 from transfer.config import ConnectorLimitsConfig
@@ -135,6 +136,24 @@ async def test_pages_are_bound_when_prefill_is_about_to_send(clock: HandClock, c
     assert connector.settled() == [""] and connector.outcomes == ["done"]
     assert connector.prompts.view("b") is None and not connector.transfers.request_ids
     assert connector.span.error == "" and connector.span.values == {"retries": 0}
+
+
+def test_a_prompt_that_is_bound_as_the_wait_for_it_ends_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No later event would tell the prefill node: `bind` asks for attempts that wait already, and a timer for the oldest only."""
+
+    async def main(loop: VirtualTimeLoop) -> None:
+        connector = Connector()
+        attempt = await connector.wants()
+        loop.call_later(BIND_WAIT_S, connector.prompts.bind, "b", TABLES)
+        asking = connector.asks(attempt)
+        await asyncio.sleep(BIND_WAIT_S)
+        await turns()
+        for rank in range(NUM_RANKS):
+            connector.transfers.on_expected(rank, TransferExpected(transfer_id=attempt))
+        assert await asking == pb.ReserveResponse(reserved=True)
+        await connector.prompts.close()
+
+    run_in_virtual_time(main, monkeypatch, incoming_module, bound_module)
 
 
 @pytest.mark.parametrize(("can_start_late", "answer"), [(True, pb.ReserveResponse(reserved=True, start_token=8)), (False, None)])

@@ -333,7 +333,8 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
             async with asyncio.timeout(BIND_WAIT_S):
                 await prompt.bound.wait()
         except TimeoutError:
-            return NotYet()
+            if not prompt.bound.is_set():  # both can happen in one turn
+                return NotYet()
         if prompt.bound_token != attempt.start_token and not attempt.can_start_late:
             error = TransportClosed(f"the prompt is needed from token {prompt.bound_token} on now, and is asked for again")
             self.transfers.fail(attempt, error)
