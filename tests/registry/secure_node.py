@@ -40,6 +40,7 @@ class Everything(
     pb_grpc.PrefillControlServicer,
     pb_grpc.DecodeControlServicer,
     pb_grpc.TransferControlServicer,
+    pb_grpc.RankControlServicer,
 ):
     """Implement every method: record its name in `reached` and return an empty message. `Join` goes on until it is cancelled."""
 
@@ -94,6 +95,7 @@ class Node:
             decode_control=self.services,
             node_control=self.services,
             transfer_control=self.services,
+            rank_control=self.services,
             security=tls_of(self.files, peers=peers, clients=clients),
             on_refused=self.refused.append,
         )
