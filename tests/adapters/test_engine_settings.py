@@ -45,7 +45,7 @@ def test_operators_and_discovery_are_set_as_on_a_node(monkeypatch: pytest.Monkey
         ({"peers.prefill_nodes": ["p:1"], "discovery.file": "f"}, "peers.prefill_nodes is p:1 and discovery.file is f; set one"),
     ],
 )
-def test_what_is_wrong_is_named(extra: dict[str, object], said: str) -> None:
+def test_invalid_settings_are_rejected_with_the_reason(extra: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         vllm_settings(extra, device="cpu")
 

@@ -42,7 +42,7 @@ def test_other_architectures_are_told_apart_by_config_and_weights(tmp_path: Path
     assert first["config"] != model_fields(written(tmp_path / "d", {**other, "rope_theta": 5.0}))["config"]
 
 
-def test_what_the_engine_changes_counts(tmp_path: Path) -> None:
+def test_settings_of_the_engine_are_part_of_the_models_identity(tmp_path: Path) -> None:
     model = written(tmp_path / "llama", LLAMA)
     plain = model_fields(model, changes={"quantization": None, "override": "{}"})
     assert plain == model_fields(model)

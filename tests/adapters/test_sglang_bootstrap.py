@@ -141,7 +141,7 @@ def test_a_stranger_changes_nothing_of_an_engine(server: BootstrapServer, change
     assert fetch_info(url_of(server)) == told
 
 
-def test_what_was_signed_is_good_for_nothing_else(server: BootstrapServer) -> None:
+def test_a_signature_is_valid_only_for_its_path_and_body(server: BootstrapServer) -> None:
     url, body = url_of(server) + "/route", json.dumps(asdict(FIRST)).encode()
     signed = {"X-Kvferry-Signature": signature(engine_key(), "/route", body)}
     assert call("PUT", url, body.replace(b"10.0.0.1:7000", b"10.0.0.1:7001"), headers=signed)[0] == 403

@@ -75,7 +75,7 @@ async def test_refusals(api: VllmServer, status: int, kind: type[TransferError])
         await ComputeByApi(api.url, None)(transfer())
 
 
-async def test_nobody_listens(api: VllmServer) -> None:
+async def test_an_api_that_nobody_serves_is_unreachable(api: VllmServer) -> None:
     with pytest.raises(PeerUnreachable, match=r"http://127\.0\.0\.1:9 does not answer"):
         await ComputeByApi("http://127.0.0.1:9", None)(transfer())
 

@@ -178,7 +178,7 @@ def test_rows_of_values_and_scales(changes: dict[str, Any], found: tuple[str, in
         {"num_head_slots": 4}, {"tokens_per_state": 4}, {"model_version": "deepseek_v4"},
     ],
 )  # fmt: skip
-def test_what_is_packed_otherwise(changes: dict[str, Any]) -> None:
+def test_specs_with_another_packing_are_recognised(changes: dict[str, Any]) -> None:
     assert read_facts(config(), groups(attention_spec(**changes))).layers[0].is_packed_otherwise
 
 

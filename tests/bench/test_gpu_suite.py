@@ -28,7 +28,7 @@ def test_every_part_is_a_benchmark_whose_report_is_read() -> None:
         assert ("--sglang-wheel" in run.arguments) == (name in ("kernels", "pool to pool"))
 
 
-def test_what_the_kernels_are_judged_by() -> None:
+def test_which_measurements_judge_the_kernels() -> None:
     def kernel_row(case: str, what: str, ratio: float | None, median_s: float = 1e-4) -> dict[str, Any]:
         return {"case": case, "what": what, "ratio": ratio, "ratio_to": f"device copy ({case})", "median_s": median_s}
 

@@ -181,7 +181,9 @@ def test_a_number_that_is_none_or_out_of_range_is_refused_by_its_name(arguments:
         (("status", "--watch", "--json", "--insecure"), {}),  # the tables would wait for the node to come
     ],
 )
-def test_nobody_listens(arguments: tuple[str, ...], environment: dict[str, str], dead_address: str) -> None:
+def test_each_command_reports_an_address_without_a_server(
+    arguments: tuple[str, ...], environment: dict[str, str], dead_address: str
+) -> None:
     """Called in plain text, with one warning."""
     result = CliRunner().invoke(app, [*arguments, "--target", dead_address], env={"KVFERRY_MODEL": "of a node", **environment})
     assert result.exit_code == exit_codes.UNAVAILABLE

@@ -86,7 +86,7 @@ async def test_a_request_beyond_the_context_is_refused_before_anything_starts(
         await run_demo(DemoOptions(model=demo_dir, max_new_tokens=max_new_tokens, num_requests=2))
 
 
-async def test_what_just_fits_is_taken(demo_dir: Path) -> None:
+async def test_a_prompt_is_accepted_up_to_the_context_length(demo_dir: Path) -> None:
     await check_prompts_fit(demo_dir, BUILT_IN[:1], 1)
     with pytest.raises(ConfigError, match=r"prompt 1 has (\d+) tokens") as refused:
         await check_prompts_fit(demo_dir, BUILT_IN[:1], CONTEXT)
@@ -105,7 +105,7 @@ def bfloat16_dir(demo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return directory
 
 
-def test_both_nodes_are_told_the_same(bfloat16_dir: Path, demo_dir: Path) -> None:
+def test_both_nodes_get_the_same_dtype(bfloat16_dir: Path, demo_dir: Path) -> None:
     for model, option, dtype in (
         (bfloat16_dir, "float32", "float32"),
         (bfloat16_dir, "model", "bfloat16"),

@@ -97,7 +97,7 @@ def printed(outcomes: list[DemoRequest], reference: list[ReferenceResult | None]
     return console.export_text()
 
 
-def test_a_refusal_is_called_one() -> None:
+def test_a_refused_request_is_reported_as_refused() -> None:
     outcomes = [REFUSED, DIED, outcome(1, 2)]
     report = report_of(outcomes, [None] * 3)
     assert report.refusals == (f"request 1: {REFUSED.error}",) and report.failures == ("request 2: rank 1 died",)

@@ -231,7 +231,7 @@ def looked(*, offset_s: float = 0.0, http_error: str = "", **fields: Any) -> Nod
         ),
     ],
 )
-def test_what_is_not_well_comes_with_its_fix(look: NodeLook, which: str, state: State, said: str, fix: str) -> None:
+def test_each_problem_of_a_node_has_a_fix(look: NodeLook, which: str, state: State, said: str, fix: str) -> None:
     finding = found(look)[which]
     assert finding[0] is state and said in finding[1] and fix in finding[2]
 

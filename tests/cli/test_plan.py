@@ -138,7 +138,9 @@ def test_changes_are_read_by_the_names_of_flags(text: str, changed: PlanOptions)
         (("--png", "/nowhere/plan.png"), 2, "--png is /nowhere/plan.png; it cannot be written: No such file or directory"),
     ],
 )
-def test_what_is_wrong_is_one_line(models: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
+def test_each_problem_of_a_plan_is_reported_in_one_line(
+    models: Path, arguments: tuple[str, ...], code: int, message: str
+) -> None:
     result = plan("--model", "qwen3-8b", "--device-memory", "24GiB", *arguments)
     assert (result.exit_code, result.stdout) == (code, "")
     assert result.stderr.startswith(f"kvferry plan: {message}") and result.stderr.count("\n") == 1

@@ -54,7 +54,7 @@ def computed(source: Instance, name: str, transfer_id: str) -> None:
     source.computes(name, transfer_id)
 
 
-def test_it_is_sent_to_who_asked(pair: Pair, front: Front) -> None:
+def test_a_prompt_computed_for_a_call_is_sent_to_its_caller(pair: Pair, front: Front) -> None:
     source, decode, transfer_id = asked(pair, front, tp_size=2)
     computed(source, "a", transfer_id)
     decode.wait_until_ready("b")
@@ -66,7 +66,7 @@ def test_it_is_sent_to_who_asked(pair: Pair, front: Front) -> None:
     source.assert_idle()
 
 
-def test_who_asked_goes_away_before_the_engine_has_it(pair: Pair, front: Front) -> None:
+def test_a_caller_that_leaves_before_the_engine_has_its_prompt(pair: Pair, front: Front) -> None:
     """The call is given up; what the engine makes of it all the same is held for nobody."""
     source, decode, transfer_id = asked(pair, front)
     decode.leader.cancel("b", "its client went away")

@@ -57,7 +57,7 @@ def assert_refused(source: Instance, decode: Instance, reason: str) -> None:
     assert source.leader.num_joined == decode.leader.num_joined == 0
 
 
-def test_both_show_what_the_other_was_told_of(
+def test_both_sides_accept_each_others_certificates(
     source: Instance, decode: Callable[..., Instance], authority: Authority, tmp_path: Path
 ) -> None:
     """With the certificates of our own nodes' kind: tests/cluster/nodes/test_tls.py has the same names."""
@@ -84,6 +84,6 @@ def test_a_prefill_side_of_the_wrong_name_is_not_spoken_to(
     assert_refused(source, target, "prefill-0.example answers there, which is not in tls.peer_names")
 
 
-def test_nobody_is_named(start: Start, authority: Authority, tmp_path: Path) -> None:
+def test_tls_without_peer_names_is_rejected(start: Start, authority: Authority, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tls\.peer_names"):
         start(PREFILL, settings=tls(authority.files(tmp_path / "source", *PREFILL_NAMES)))

@@ -386,7 +386,9 @@ def count_batches(monkeypatch: pytest.MonkeyPatch, num_taken: Callable[[], int])
 
 
 @pytest.mark.parametrize("is_stranger", [False, True], ids=["a peer", "a stranger"])
-def test_who_floods_does_not_keep_the_loop(channels: Channels, is_stranger: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_of_messages_does_not_block_the_loop(
+    channels: Channels, is_stranger: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each payload that is dropped counts like one that is handed over.
 
     A batch that finds the socket empty can be followed by another one in the same turn of the loop, so a turn takes fewer than

@@ -63,7 +63,7 @@ def test_pages_are_never_overdrawn_or_lost(page_size: int, sizes: list[tuple[int
     assert (free_pages(room), room.num_running) == (10, 0)
 
 
-def test_what_a_request_needs_is_told_for_messages() -> None:
+def test_the_pages_that_a_request_needs_are_shown_in_messages() -> None:
     assert shown_peak(admission(4, page_size=10, max_running=8), 25) == "3"
 
 

@@ -171,7 +171,7 @@ async def one_session(*, floor_bytes_per_s: float = 0.0) -> tuple[Rank, int]:
     return rank, await rank.attach(instance(PREFILL_LIFE, tp_size=2), 1)
 
 
-async def test_who_has_a_link_is_known_here_and_only_its_numbers_are_the_writers() -> None:
+async def test_a_links_names_are_local_and_only_its_measurements_come_from_the_writer() -> None:
     """They are heard once, however often they are reported."""
     one, session = await one_session()
     for _ in range(3):

@@ -40,14 +40,14 @@ def test_of_equal_work_the_faster_links() -> None:
     assert placed(node(1, 7, 1e9, 3), node(2, 0, 3e9, 10), node(3, 8, 9e9, 3)) == 2, "for every request"
 
 
-def test_what_others_have_given_a_node_counts_as_its_own_does() -> None:
+def test_tokens_of_other_decode_nodes_count_like_own_ones() -> None:
     assert placed(node(1, 0, 9e9, 101), node(2, 100, 1e9, 0)) == 2
     assert placed(node(1, 50, others=50), node(2, 101, others=0)) == 1
     assert placed(node(1, 0, others=512), node(2, others=0), held={1: 1024}, prefix_tokens=512) == 2
     assert placed(node(1, 0, others=511), node(2, others=0), held={1: 1024}, prefix_tokens=512) == 1
 
 
-def test_where_one_does_not_tell_what_the_others_tell_does_not_count() -> None:
+def test_tokens_of_others_count_only_if_all_nodes_report_them() -> None:
     """A node of an older release would look idle to all decode nodes, and get everything."""
     assert placed(node(1, 10, others=10**6), node(2, 11)) == 1
     assert placed(node(1, 10, others=10**6), node(2, 9)) == 2

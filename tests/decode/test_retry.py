@@ -101,7 +101,7 @@ async def test_a_request_in_mid_transfer_is_tried_elsewhere_and_the_first_try_is
     world.assert_nothing_is_left()
 
 
-async def test_whatever_comes_late_of_the_first_try_does_not_touch_the_second(world: World) -> None:
+async def test_late_events_of_the_first_attempt_do_not_affect_the_second(world: World) -> None:
     request = await world.submitted()
     reserving = world.reserve("a")
     await turns()
@@ -158,7 +158,7 @@ async def test_what_the_peer_is_to_blame_for_is_tried_again(world: World, error:
     ],
     ids=lambda error: type(error).__name__,
 )
-async def test_what_is_the_requests_own_fault_is_not(world: World, error: TransferError) -> None:
+async def test_an_error_of_the_request_itself_is_not_retried(world: World, error: TransferError) -> None:
     request = await world.receiving()
     world.call("a").fail(error)
     await turns()

@@ -60,7 +60,7 @@ def test_a_list_that_is_changed_in_place_is_refused() -> None:
         checks.check_decode([item(10, pages)])
 
 
-def test_what_a_window_has_passed_is_not_handed_on() -> None:
+def test_entries_behind_a_window_do_not_reach_the_engine() -> None:
     checks = checks_of(WINDOW)
     pages = (2**70, -7, 2, 3, 4, 5, 2**70)
     assert tables_of(checks, item(5, pages)) == ((NO_PAGE, NO_PAGE, 2, 3, 4, 5),)

@@ -47,7 +47,7 @@ def test_pages_come_back_as_they_were_from_another_place() -> None:
     assert mover.save([]) == mover.load([PageMove(group=0, device_pages=[], host_pages=[])]) == 0
 
 
-def test_waits_for_what_was_before() -> None:
+def test_a_copy_waits_for_the_event_before_it() -> None:
     """The pages are read only once the event has happened."""
     pool, host = make_pools()
 

@@ -57,7 +57,7 @@ def test_each_statement_goes_once() -> None:
     assert all(len(text) < len(ast.unparse(ast.parse(SOURCE))) for text in texts)
 
 
-def test_what_is_accepted_is_still_there() -> None:
+def test_each_accepted_deletion_exists_and_has_a_reason() -> None:
     there = {one.name for name in MODULES for one in deletions_of(name, file_of(name).read_text())}
     assert not accepted().keys() - there
     assert all(len(reason) > 20 for reason in accepted().values())

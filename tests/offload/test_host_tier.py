@@ -50,7 +50,7 @@ def test_the_longest_unused_page_makes_room() -> None:
     tier.check_invariants()
 
 
-def test_who_is_held_is_in_use_and_has_its_turn_again() -> None:
+def test_a_held_page_is_not_evicted_and_counts_as_used() -> None:
     tier = HostTier([4])
     first, second, third = (cached(tier, number) for number in (1, 2, 3))
     assert tier.hold(first) and tier.take(0, None) is not None

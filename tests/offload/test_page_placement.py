@@ -19,7 +19,7 @@ def numbers(pages: list) -> list[int]:
     return [page.number for page in pages]
 
 
-def test_what_fits_the_device_lies_there() -> None:
+def test_a_prompt_that_fits_the_device_uses_no_host_pages() -> None:
     where = context()
     found = placed(where, "a", chain(30))
     assert found.pages.by_group == (9,) and found.start_token == 0
@@ -149,7 +149,7 @@ def test_a_window_of_which_a_part_lies_elsewhere_is_not_copied() -> None:
     assert placed(where, "b", chain(26)).copy is None
 
 
-def test_a_cached_page_that_is_promised_away_is_no_hit() -> None:
+def test_a_cached_page_that_is_reserved_for_another_request_is_no_hit() -> None:
     where, hashes = context(host_pages=4), chain(24)
     keep(where, hashes, range(4))
     assert where.tier.promise("other", FULL, 2)

@@ -32,7 +32,7 @@ def saved(where: TierContext, request: TieredRequest, *, is_last: bool = False) 
     return [(run.group, run.first_entry, len(run.host_pages)) for run in save.runs]
 
 
-def test_strides_and_at_the_end_what_is_left() -> None:
+def test_whole_strides_are_saved_and_the_rest_at_the_end() -> None:
     where = context(stride_pages=2, device_pages=40)
     request = running(where, 7)
     assert saved(where, request) is None, "one whole page is less than a stride"
@@ -97,7 +97,7 @@ def test_what_may_be_damaged_is_saved_for_its_request_alone() -> None:
     assert where.tier.counts(FULL).held == 5 and where.tier.counts(WINDOW).held == 0
 
 
-def test_of_a_window_what_is_still_there_is_saved_once() -> None:
+def test_pages_left_in_a_window_are_saved_once() -> None:
     where = context(has_window=True)
     request = running(where, 24)
     assert saved(where, request) == [(FULL, 0, 6), (WINDOW, 4, 2)]

@@ -129,7 +129,7 @@ async def test_jobs_are_as_large_as_the_queue_takes_and_few_at_a_time() -> None:
     assert [len(message.hashes) for message in large.sent] == [1, 1], "a page larger than a job's bytes is a job"
 
 
-async def test_what_could_not_be_stored_is_tried_again(clock: HandClock) -> None:
+async def test_failed_pages_are_stored_again(clock: HandClock) -> None:
     one = Leader()
     pages = one.ready(chain_of(2), 2)
     one.back_up(pages)
@@ -289,7 +289,7 @@ async def test_what_cannot_be_deleted_is_not_fetched_and_asked_for_again(clock: 
     await one.leader.close()
 
 
-async def test_what_is_put_while_it_is_deleted_is_deleted_again() -> None:
+async def test_a_page_that_is_stored_during_its_deletion_is_deleted_again() -> None:
     one = Leader()
     (page,) = one.ready(chain_of(1), 1)
     one.back_up([page])

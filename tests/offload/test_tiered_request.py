@@ -94,7 +94,7 @@ def test_the_device_index_names_who_was_first_and_only_what_it_has() -> None:
     assert index.source_of(hashes[1], 1) is None
 
 
-def test_what_may_be_damaged_is_had_from_nobody() -> None:
+def test_damaged_pages_are_never_shared() -> None:
     index, first = DeviceIndex(GROUPS), request(name="a")
     first.whole_windows(GROUPS)
     index.add(first, 0)

@@ -67,7 +67,7 @@ async def test_a_step_that_is_sent_ahead_finds_its_pages_until_its_tokens_are_re
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_what_may_be_damaged_is_read_by_nobody_who_comes_later(seed: int) -> None:
+async def test_later_requests_never_read_damaged_pages(seed: int) -> None:
     """Also not from those who had loaded it before it was known."""
     chance = random.Random(seed)
     world = World(chance, window_tokens=chance.choice([None, 4]), windows=(6,)[: seed % 2], num_drafts=seed % 4)
@@ -140,7 +140,7 @@ async def test_whoever_waits_for_copies_is_woken_by_them(windows: tuple[int, ...
     assert num_sleeps > 0
 
 
-async def test_what_nobody_can_leave_out_is_not_fetched() -> None:
+async def test_no_prefix_is_fetched_for_a_prompt_that_must_be_computed_whole() -> None:
     stored: dict[str, bytes] = {}
     first = World(random.Random(1), windows=(), stored=stored)
     assert first.submit(list(range(20)), 4) is not None

@@ -117,7 +117,7 @@ class CountingFuture(asyncio.Future[Any]):
 
 
 @in_virtual_time
-async def test_a_long_join_keeps_nothing_for_each_beat() -> None:
+async def test_a_long_join_keeps_nothing_per_heartbeat() -> None:
     server = new_server()
     stream = Stream(server)
     await stream.kinds(1)

@@ -105,7 +105,7 @@ def shard(tp_size: int = 1, page_size: int = 4, order: TokenOrder = NHD, **field
         (LATENT, shard(tp_size=2), shard(tp_size=4, page_size=8)),
     ],
 )
-async def test_ranks_of_any_cut_read_what_ranks_of_any_cut_have_stored(
+async def test_ranks_of_any_shard_read_pages_of_ranks_of_any_shard(
     tmp_path: Path, layout: KVLayout, own: Shard, decode: Shard
 ) -> None:
     prompt, reader, writer = Prompt(layout, NUM_TOKENS), cut(layout, own), cut(layout, decode)

@@ -52,7 +52,7 @@ def test_what_is_computed_of_a_request_is_known_while_it_is_started() -> None:
     assert one.num_computed("a") == 0
 
 
-def test_what_does_not_fit_the_budget_is_not_overtaken() -> None:
+def test_no_younger_prompt_overtakes_one_beyond_the_step_budget() -> None:
     one = scheduler(max_step_tokens=10)
     for name, tokens in (("a", 8), ("b", 8), ("c", 1)):
         submit(one, name, tokens)
@@ -96,7 +96,7 @@ def test_a_prompt_in_host_memory_does_not_hold_up_the_others() -> None:
     assert steps == [["a"], ["long"], ["a"], ["long"], ["b"], ["long"], ["b"], ["long"]]
 
 
-def test_who_waits_for_pages_is_told_from_who_waits_for_something_else() -> None:
+def test_only_requests_that_wait_for_pages_are_counted_as_such() -> None:
     one = scheduler(max_running=2)
     assert one.num_short_of_pages == 0
     submit(one, "running", 10 * PAGE_SIZE)
@@ -216,7 +216,7 @@ def test_one_that_others_overtook_is_asked_for_although_all_slots_are_taken() ->
     assert one.next_to_ask() == [], "nobody has overtaken this one, and there is no slot"
 
 
-def test_what_others_took_is_missing_behind_one_that_still_asks() -> None:
+def test_a_later_request_waits_while_an_older_one_may_need_its_pages() -> None:
     one = scheduler()
     submit(one, "asks", 6 * PAGE_SIZE, destination=1)
     submit(one, "other", 8 * PAGE_SIZE, destination=2)
@@ -395,5 +395,5 @@ class Life(RuleBasedStateMachine):
 TestLife = Life.TestCase
 
 
-def test_what_a_request_needs_is_told_for_messages() -> None:
+def test_the_pages_that_a_request_needs_are_shown_in_messages() -> None:
     assert scheduler().pages_for(PAGE_SIZE + 1) == "2"

@@ -558,7 +558,7 @@ def test_a_lost_writer_that_may_still_write_keeps_its_grants_in_quarantine() -> 
     assert receiver.ring.live_bytes == 0 and receiver.machine.is_idle and not receiver.machine.is_known("r")
 
 
-def test_what_a_lost_writer_says_is_no_proof_either() -> None:
+def test_messages_of_a_lost_writer_are_no_proof_of_its_last_write() -> None:
     receiver = ReceiverHand(is_one_sided=True)
     receiver.expect(num_tokens=4)
     receiver.ask(0)
@@ -619,7 +619,7 @@ def test_the_owner_is_told_when_it_ends_a_session_wrongly() -> None:
         two_sided.lose(is_over=False)
 
 
-def test_what_is_asked_and_said_of_a_released_chunk_again() -> None:
+def test_repeated_messages_about_a_released_chunk() -> None:
     receiver = ReceiverHand()
     grant = receiver.granted(num_tokens=8)
     receiver.arrive(0, grant)
@@ -651,7 +651,7 @@ def test_what_a_long_prompt_has_received_costs_nothing_to_cancel() -> None:
     assert costs[0] == costs[1]
 
 
-def test_of_what_a_long_prompt_has_received_little_is_kept() -> None:
+def test_received_chunks_of_a_long_prompt_leave_few_objects() -> None:
     """Each full collection of the garbage collector walks over all kept objects."""
     gc.collect()
     before = _pieces_and_messages()

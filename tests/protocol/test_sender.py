@@ -241,7 +241,7 @@ def test_a_written_grant_is_never_declined_and_its_rejection_is_once() -> None:
     assert declined(sender.reject(0)) == []
 
 
-def test_what_was_written_of_a_failed_request_is_not_said_again_nor_released() -> None:
+def test_a_failed_request_repeats_and_releases_no_written_piece() -> None:
     sender = SenderHand()
     sender.to_written()
     sender.tell(tx.OutgoingAborted(request_id="r", reason="engine failed"))
@@ -668,7 +668,7 @@ def test_a_piece_without_a_grant_says_so() -> None:
         _ = piece.granted
 
 
-def test_what_was_written_is_said_again_in_the_order_of_writing() -> None:
+def test_ready_messages_are_repeated_in_the_order_of_writing() -> None:
     """The same events, the same actions: nothing depends on where objects lie in memory."""
     sender = SenderHand(ring_cells=16, num_slots=8, grants_ahead=8)
     sender.start(num_tokens=32)

@@ -129,7 +129,7 @@ async def test_a_node_that_comes_back_at_its_address_keeps_its_channel(names: Na
                 assert (await call(before, STATUS))[0] is grpc.StatusCode.OK
 
 
-async def test_connect_anew_gives_another_channel(names: NameServer) -> None:
+async def test_reconnecting_gives_another_channel(names: NameServer) -> None:
     """Also while the name is being looked up: the one that failed must not be given to that caller, closed."""
     names.says = ["127.0.0.1"]
     async with node() as first:

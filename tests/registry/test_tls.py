@@ -82,7 +82,7 @@ async def test_each_role_calls_what_the_table_says_and_nothing_else(
 
 
 @pytest.mark.parametrize("name", ["peer.example.org", "spiffe://cluster.example/peer"])
-async def test_who_is_in_no_list_calls_nothing(node: Node, authority: Authority, tmp_path: Path, name: str) -> None:
+async def test_a_name_in_no_list_may_call_no_method(node: Node, authority: Authority, tmp_path: Path, name: str) -> None:
     async with calling(node, authority.files(tmp_path / "caller", name, "extra.example")) as peer:
         channel = await peer.ready()
         for method in METHOD_ROLES:
@@ -132,7 +132,9 @@ async def test_an_authority_that_the_caller_does_not_know(node: Node, stranger: 
 
 
 @pytest.mark.parametrize("names", [("other.example",), ("*.example.org", "spiffe://cluster.example/other")])
-async def test_a_node_that_is_somebody_else(node: Node, authority: Authority, tmp_path: Path, names: tuple[str, ...]) -> None:
+async def test_a_node_with_another_name_is_not_called(
+    node: Node, authority: Authority, tmp_path: Path, names: tuple[str, ...]
+) -> None:
     text = await refusal(node, authority.files(tmp_path / "caller", PEER), names=names)
     assert text == f"{SPIFFE}, {NODE} answers there, which is not in tls.peer_names (--peer-name) of this side"
 

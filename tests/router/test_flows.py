@@ -135,7 +135,7 @@ async def test_a_prefill_server_without_a_connector_is_told_of_once_and_served_a
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])
-async def test_an_engine_that_is_another_one_is_noticed_and_learnt_anew(is_waiting: bool) -> None:
+async def test_a_changed_engine_id_is_noticed_and_learnt(is_waiting: bool) -> None:
     async with routing(learnt=True, retries=0) as setup:
         setup.decode[0].waits_for_strangers = is_waiting
         setup.prefill[0].move("engine-2")

@@ -42,7 +42,7 @@ def test_every_field_that_a_node_has_is_carried() -> None:
     assert request.cache_salt == "tenant"
 
 
-def test_what_is_not_said_is_as_in_openais_api() -> None:
+def test_missing_fields_have_the_defaults_of_openais_api() -> None:
     request = request_for(COMPLETIONS, {}, "text")
     assert request.prompt == "text" and request.max_new_tokens == COMPLETION_TOKENS and not request.ignore_eos
     assert request_for(COMPLETIONS, {"cache_salt": None}, "text").cache_salt == request.cache_salt == ""

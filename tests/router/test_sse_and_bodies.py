@@ -50,7 +50,7 @@ def test_recorded_streams_are_read_as_they_are(name: str) -> None:
     assert contents == recorded_events(name)
 
 
-def test_what_the_first_token_is_in_recorded_streams() -> None:
+def test_the_first_token_of_recorded_streams_is_found() -> None:
     def judged(name: str) -> list[str]:
         found = []
         for content in recorded_events(name):
@@ -75,7 +75,7 @@ def test_what_the_first_token_is_in_recorded_streams() -> None:
         ({"delta": {"tool_calls": [{"index": 0}]}}, False),
     ],
 )
-def test_what_is_worth_holding_back(choice: dict[str, Any], is_empty: bool) -> None:
+def test_only_events_without_content_are_empty(choice: dict[str, Any], is_empty: bool) -> None:
     assert sse.is_empty({"choices": [choice]}) is is_empty
 
 

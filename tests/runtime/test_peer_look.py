@@ -78,7 +78,7 @@ async def test_a_frozen_peer_is_waited_for_a_second_and_then_known_for_frozen(
             assert quick not in found or found[quick].error or found[quick].status == well.status
 
 
-async def test_what_a_peer_does_not_tell_is_said(look: PeerLook, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_without_a_valid_status_is_shown_with_the_reason(look: PeerLook, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_look_client, "FIRST_WAIT_S", 10.0)
     endless = Peer(pb.NodeStatus(role="prefill", not_ready_reason="x" * (MAX_STATUS_BYTES + 1)))
     many = Peer(pb.NodeStatus(role="prefill", ranks=[pb.RankStatus()] * (MAX_STATUS_PARTS + 1)))

@@ -140,7 +140,7 @@ class CorruptedReceiver(ReceiverLoop):
 
 @pytest.mark.parametrize("is_one_sided", [True, False])
 @pytest.mark.parametrize("num_flips", [1, 2])
-async def test_broken_bytes_heal_once_and_are_data_loss_twice(num_flips: int, is_one_sided: bool) -> None:
+async def test_a_wrong_digest_is_resent_once_and_data_loss_twice(num_flips: int, is_one_sided: bool) -> None:
     prefill, decode = Shard(page_size=16), Shard(page_size=8)
     tiers = ScatteredTiers(LAYOUT, prefill, decode, is_one_sided=is_one_sided, receiver_type=CorruptedReceiver)
     (sender,), (receiver,) = tiers.senders, tiers.receivers

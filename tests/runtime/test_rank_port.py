@@ -166,7 +166,7 @@ async def test_with_tls_only_hosts_of_the_engine_meet(security: Callable[..., Se
         link.close()
 
 
-async def test_nobody_there_is_named() -> None:
+async def test_a_missing_leader_is_reported_by_name() -> None:
     async with leader() as here:
         pass
     with pytest.raises(PeerUnreachable):

@@ -73,7 +73,7 @@ def page(*numbers: int) -> memoryview:
     return memoryview(bytearray(numbers))
 
 
-async def test_what_was_put_is_got() -> None:
+async def test_stored_pages_are_read_back() -> None:
     async with opened(MemoryStore()) as (client, seen, _):
         assert await client.put([("a", page(1, 2)), ("b", page(3, 4, 5))]) == [True, True]
         views = [page(0, 0), page(9, 9), page(0, 0, 0)]

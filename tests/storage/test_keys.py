@@ -251,7 +251,7 @@ def test_blocks_of_running_requests_have_a_key_for_each_layer() -> None:
     ["", "a" * 32, f"{'a' * 31}/x", f"{'A' * 32}/x", f"{'a' * 32}/../x", f"{'a' * 32}/.x", f"{'a' * 32}/x/y", f"{'a' * 32}/x\n",
      f"/{'a' * 32}/x", f"{'a' * 32}/", f"{'a' * 32}/{'b' * 300}"],
 )  # fmt: skip
-def test_what_is_no_key_is_refused(key: str) -> None:
+def test_an_invalid_key_has_no_fingerprint(key: str) -> None:
     with pytest.raises(ConfigError, match="store key is"):
         fingerprint_of(key)
 

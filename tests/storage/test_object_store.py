@@ -12,7 +12,7 @@ from transfer.storage.object_store import ObjectStore
 OK, MISSING = Outcome.OK, Outcome.MISSING
 
 
-def test_what_was_put_is_got() -> None:
+def test_stored_pages_are_read_back() -> None:
     store = ObjectStore("memory:///", timeout_s=5.0)
     assert put(store, 1, 2) == [OK, OK]
     assert [get(store, number) for number in (1, 2, 3)] == [OK, OK, MISSING]

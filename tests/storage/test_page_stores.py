@@ -39,7 +39,7 @@ def path_of(kind: str, tmp_path: Path) -> Callable[[str], Path]:
     return lambda key: file_of(tmp_path, key) if kind == "directory" else tmp_path / key
 
 
-def test_what_was_put_is_got_by_whoever_opens_the_store(store: PageStore, kind: str, tmp_path: Path) -> None:
+def test_another_client_of_the_store_reads_stored_pages(store: PageStore, kind: str, tmp_path: Path) -> None:
     assert put(store, 1, 2) == [OK, OK]
     other = OPENED[kind](tmp_path)
     assert [get(other, number) for number in (1, 2, 3)] == [OK, OK, MISSING]
@@ -49,7 +49,7 @@ def test_what_was_put_is_got_by_whoever_opens_the_store(store: PageStore, kind: 
     assert store.put([]) == store.get([]) == store.exists([]) == store.delete([]) == []
 
 
-def test_what_is_there_is_not_put_again(store: PageStore, path_of: Callable[[str], Path]) -> None:
+def test_an_existing_page_is_not_written_again(store: PageStore, path_of: Callable[[str], Path]) -> None:
     put(store, 1)
     path = path_of(key_of(1))
     path.write_bytes(bytes(path.stat().st_size))
@@ -58,7 +58,7 @@ def test_what_is_there_is_not_put_again(store: PageStore, path_of: Callable[[str
 
 
 @pytest.mark.parametrize("op", ["get", "put", "exists", "delete"])
-def test_what_is_no_key_is_no_path(store: PageStore, op: str) -> None:
+def test_an_invalid_key_never_becomes_a_path(store: PageStore, op: str) -> None:
     with pytest.raises(ConfigError, match="store key is"):
         if op in ("get", "put"):
             getattr(store, op)([("../outside", memoryview(bytearray(4)))])

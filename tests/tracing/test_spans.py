@@ -81,7 +81,7 @@ def test_of_many_spans_the_first_are_kept_and_the_others_counted() -> None:
     assert sent.attributes == {"kvferry.spans_left_out": 3, "kvferry.error": "it broke"} and sent.is_error
 
 
-def test_who_asks_decides_and_only_without_it_the_share() -> None:
+def test_the_callers_sampling_decision_precedes_the_ratio() -> None:
     with tracing(sample_ratio=0) as (tracer, _):
         assert tracer.begin("kvferry.generate") is None
         assert tracer.begin("kvferry.generate", parent="nonsense") is None

@@ -322,7 +322,7 @@ def test_sizes(text: object, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1", "1.5", "1e6", "1 Mi B", "1.0001KiB", True])
-def test_what_is_no_size(text: object) -> None:
+def test_invalid_sizes_are_rejected(text: object) -> None:
     with pytest.raises(ValueError, match="must be"):
         parse_size(text)
 

@@ -71,7 +71,7 @@ def test_bytes_of_a_page_are_those_of_the_ranks_own_layers_and_heads() -> None:
     assert (full.page_size(16), windows.page_size(16), states.page_size(16)) == (16, 16, 1)
 
 
-def test_what_a_step_still_reads() -> None:
+def test_the_first_token_that_a_step_reads() -> None:
     reach = group_of(window(4))
     assert [reach.first_needed_token(token) for token in range(7)] == [0, 0, 0, 0, 1, 2, 3]  # token 6 sees 3, 4, 5 and itself
     assert [reach.first_travelling_token(tokens) for tokens in range(7)] == [0, 0, 0, 0, 0, 1, 2]

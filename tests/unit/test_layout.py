@@ -431,7 +431,7 @@ def test_ranks_are_stage_major() -> None:
         (lambda: HeadSlice(source_start=0, target_start=0, count=0), "is empty or negative"),
     ],
 )
-def test_what_is_refused(make: object, match: str) -> None:
+def test_invalid_layouts_shards_and_slices_are_rejected(make: object, match: str) -> None:
     with pytest.raises(LayoutError, match=match):
         make()  # type: ignore[operator]
 

@@ -89,7 +89,7 @@ def test_a_damaged_configuration_is_refused(directory: Path, content: bytes, mes
         read_model_directory(directory)
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+def test_missing_files_of_a_model_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere', which is not a directory"):
         read_model_directory(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"config\.json is missing"):

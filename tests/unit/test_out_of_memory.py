@@ -115,7 +115,7 @@ def test_an_error_that_was_raised_because_of_it_counts() -> None:
         assert is_out_of_memory(error)
 
 
-def test_what_was_named_where_it_happened_keeps_its_name() -> None:
+def test_an_out_of_memory_error_names_its_innermost_allocation() -> None:
     outer, inner = (allocating(f"allocating the {name}", device="cpu", advice="a") for name in ("rank", "ring"))
     with pytest.raises(OutOfMemory, match="while allocating the ring"), outer, inner:
         REFUSED["python"]()

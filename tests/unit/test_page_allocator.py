@@ -16,7 +16,7 @@ from transfer.layout import DType, KVLayout, LayerKind, LayerSpec
 from transfer.pool.page_allocator import GroupAllocator, PageAllocator, PageEntries, with_tuples
 
 
-def test_what_is_passed_goes_back_and_may_be_bound_again() -> None:
+def test_pages_behind_a_window_are_free_and_can_be_bound_again() -> None:
     allocator = PageAllocator(6)
     allocator.reserve("a", 3)
     assert allocator.bind("a", 3) == [0, 1, 2]
@@ -216,7 +216,7 @@ def test_what_is_left_behind_when_nobody_is_left_is_named() -> None:
         allocator.check_idle()
 
 
-def test_what_was_passed_can_be_bound_again_in_front() -> None:
+def test_released_window_pages_can_be_bound_again_in_front() -> None:
     allocator = PageAllocator(8)
     allocator.reserve("a", 4)
     first = allocator.bind("a", 4)

@@ -15,7 +15,7 @@ BAD += " https//x spiffe:// spiffe://*/x"
 
 
 @pytest.mark.parametrize("entry", GOOD.split())
-def test_what_a_list_can_hold(entry: str) -> None:
+def test_valid_peer_names_are_accepted(entry: str) -> None:
     assert checked_entry(entry) == entry
 
 
@@ -23,7 +23,7 @@ def test_what_a_list_can_hold(entry: str) -> None:
     "entry",
     ["", " ", "a b", "spiffe://a b", *BAD.split(), "x" * 64 + ".example"],
 )
-def test_what_no_list_can_hold(entry: str) -> None:
+def test_invalid_peer_names_are_rejected(entry: str) -> None:
     with pytest.raises(ValueError, match=r"is not a valid name; it must be a DNS name .* or a URI"):
         checked_entry(entry)
 

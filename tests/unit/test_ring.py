@@ -106,7 +106,7 @@ def test_one_stuck_grant_delays_only_those_that_reuse_its_bytes() -> None:
         (lambda: Grant(0, 0), LocalProtocolError, "empty or negative"),
     ],
 )
-def test_what_is_refused(make: Callable[[], object], error: type[Exception], message: str) -> None:
+def test_invalid_arguments_of_a_ring_are_rejected(make: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
 
@@ -391,7 +391,7 @@ class Oracle:
         return all(self.owners[cell][0] == grant for cell in self._cells_of(grant))
 
 
-def test_what_is_in_a_grants_way_is_the_newest_of_it() -> None:
+def test_a_grant_waits_for_the_newest_grant_in_its_way() -> None:
     ring, view = ring_of(4), view_of(4)
     grants = [ring.assign(CELL) for _ in range(12)]
     assert [ring.blocker_of(grant) for grant in grants] == [None] * 4 + [grant.end - 1 for grant in grants[:8]]

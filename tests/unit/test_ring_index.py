@@ -57,7 +57,7 @@ def ring_of(num_cells: int) -> StagingAllocator:
     return StagingAllocator(num_cells * CELL)
 
 
-def test_what_is_discarded_is_gone_whether_it_may_go_waits_or_waited() -> None:
+def test_a_discarded_grant_is_removed_in_each_state() -> None:
     ring = ring_of(2)
     waiting: WaitingGrants[Grant, str] = WaitingGrants(ring.blocker_of)
     grants = [ring.assign(CELL) for _ in range(4)]

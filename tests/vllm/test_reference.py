@@ -39,7 +39,7 @@ async def test_damage_to_the_prompt_changes_the_tokens(
         assert found.token_ids != reference[length].token_ids
 
 
-async def test_two_ranks_say_what_one_says(
+async def test_two_ranks_generate_the_text_of_one(
     vllm_server: object, model: Path, prompts: Mapping[int, str], reference: Mapping[int, Answer]
 ) -> None:
     """So that a difference between TP degrees is the connector's fault, and not that of float32 sums in another order."""

@@ -28,7 +28,7 @@ def test_this_machine_is_well_and_really_transfers() -> None:
     assert {"versions", "rdma", "clock"} <= set(found)
 
 
-def test_without_a_transport_the_doctor_fails_and_says_how_to_mend_it() -> None:
+def test_without_a_transport_the_doctor_fails_and_prints_the_fix() -> None:
     environment = child_environment() | {"UCX_TLS": "nonsense"}
     run = subprocess.run([sys.executable, "-m", "kvferry", "doctor"], capture_output=True, text=True, timeout=60, env=environment)
     assert run.returncode == 1

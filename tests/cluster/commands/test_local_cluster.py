@@ -127,7 +127,7 @@ def test_nothing_is_left_when_the_owner_is_killed(model: Path) -> None:
         process_guard.kill_all(token)
 
 
-async def test_whole_life(model: Path) -> None:
+async def test_a_local_cluster_from_start_to_end(model: Path) -> None:
     spec = ClusterSpec(
         prefill=TierSpec(model=model, page_size=16, pool_tokens=2048),
         decode=TierSpec(model=model, page_size=8, order="HND", pool_tokens=2048, settings={"limits.max_running_requests": 4}),

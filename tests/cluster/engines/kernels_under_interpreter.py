@@ -156,7 +156,7 @@ def test_a_prompt_of_all_kinds_of_layers_is_carried_over(dtype: DType | None) ->
     ("is_gather", "dtype", "page_size"),
     [(True, None, 5), (False, None, 6), (True, DType.FLOAT8_E4M3, 7), (False, DType.FLOAT8_E4M3, 9)],
 )
-def test_what_has_been_warmed_is_all_that_prompts_take(
+def test_prompts_compile_no_kernel_after_the_warm_up(
     is_gather: bool, dtype: DType | None, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages of a size of its own in each case: no other test has made these launchers."""

@@ -112,7 +112,7 @@ async def test_a_network_that_is_slow(proxied: Proxied, reference: Reference) ->
         proxied.network.delay_s = 0.0
 
 
-async def test_a_silence_shorter_than_three_beats(proxied: Proxied, reference: Reference) -> None:
+async def test_a_silence_shorter_than_three_heartbeats(proxied: Proxied, reference: Reference) -> None:
     """It is sat out: nothing fails, no session ends."""
     async with Scenario(proxied, reference) as scene:
         await scene.generating()

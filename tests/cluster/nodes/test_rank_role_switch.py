@@ -69,9 +69,7 @@ async def test_ranks_that_cannot_change_go_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("entry", [rank_entries.dies_in_the_other, rank_entries.refuses_both])
-async def test_ranks_that_can_do_neither_are_started_anew_in_the_role_that_the_node_had(
-    tmp_path: Path, entry: Callable[[RankSpec], None]
-) -> None:
+async def test_ranks_that_fail_in_both_roles_restart_in_the_old_role(tmp_path: Path, entry: Callable[[RankSpec], None]) -> None:
     async with node_of(tmp_path, entry) as node:
         pids = node.ranks.pids
         with pytest.raises(RankStartError):
@@ -83,7 +81,7 @@ async def test_ranks_that_can_do_neither_are_started_anew_in_the_role_that_the_n
         assert not set(node.ranks.pids) & set(pids) and not any(map(is_alive, pids))
 
 
-async def test_a_rank_that_dies_after_a_change_is_started_anew_in_the_new_role(tmp_path: Path) -> None:
+async def test_a_rank_that_dies_after_a_role_switch_restarts_in_the_new_role(tmp_path: Path) -> None:
     async with node_of(tmp_path) as node:
         await node.daemon.switch_role()
         pids = node.ranks.pids

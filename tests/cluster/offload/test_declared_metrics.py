@@ -107,7 +107,7 @@ async def idle_checks(cluster: LocalCluster) -> dict[int, int]:
     return {rank.pid: rank.idle_checks for status in statuses if status is not None for rank in status.ranks}
 
 
-async def test_what_happened_is_what_is_shown(cluster: LocalCluster) -> None:
+async def test_metrics_of_an_ordinary_transfer_count_and_agree(cluster: LocalCluster) -> None:
     """Not declared and never moved: every count of an ordinary transfer is above zero, and they agree with each other."""
     await until_idle(*cluster.nodes)
     checked = await idle_checks(cluster)
