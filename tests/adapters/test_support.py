@@ -225,6 +225,7 @@ SGLANG: Final[Mapping[str, Case]] = {
     "convolutions alone": convolutions_alone,
     "indexers that pool tokens": lambda: read_pool(pool_of("dsa", index_kpool=2), cut(dtype="bfloat16")),
     "mha_float8 with scales": lambda: read_pool(pool_of("mha_float8", is_quantized_kv_cache=True), cut(dtype="bfloat16")),
+    "mla_float8 with a scale": lambda: read_pool(pool_of("mla_float8"), cut(dtype="bfloat16", scales={2: (0.5, 0.5)})),
     "draft": lambda: accept_draft_pool("draft", 2),
     "draft with windows": lambda: accept_draft_pool("swa"),
     "draft in other pages": lambda: accept_draft_pool("mha_hnd"),
