@@ -206,7 +206,7 @@ FEATURES: Final = (
                 f"{_STATES}test_states_between_recorded_instances",
             ),
             accepts=("granite4", "granite4-tp2", "granite4-tp2 -> granite4"),
-            refuses=("states with drafts", "states in a store"),
+            refuses=("states with drafts", "states in pipeline stages", "states in a store"),
             remark="any TP degrees; not with speculative decoding or pipeline stages",
         ),
         sglang=Cell(
@@ -578,8 +578,8 @@ FEATURES: Final = (
             evidence=_SOURCE,
             shown_by=(_RECORDED, "tests/cluster/engines/connector/test_two_hosts.py::test_engines_over_two_hosts"),
             accepts=("llama-pp2",),
-            refuses=("windows in pipeline stages", "eagle3 with pipeline stages"),
-            remark="layers recorded from vLLM on CPUs; one block table",
+            refuses=("windows in pipeline stages", "states in pipeline stages", "eagle3 with pipeline stages"),
+            remark="layers recorded from vLLM on CPUs; one block table, no states",
         ),
         sglang=Cell(
             evidence=_CPU,
@@ -597,7 +597,7 @@ FEATURES: Final = (
             evidence=_SOURCE,
             shown_by=(_RECORDED, "tests/cluster/engines/connector/test_two_hosts.py::test_engines_over_two_hosts"),
             accepts=("llama-pp2",),
-            refuses=("windows in pipeline stages",),
+            refuses=("windows in pipeline stages", "states in pipeline stages"),
             remark="as of prefill",
         ),
         sglang=_refused("pp_size on the decode side=2"),

@@ -118,6 +118,7 @@ VLLM: Final[Mapping[str, Case]] = {
     "last windows of gemma3 with a prefix cache": lambda: describe(
         facts("gemma3", has_prefix_caching=True, is_consumer=True), windows=WindowLayers.LAST_WINDOW
     ),
+    "states in pipeline stages": lambda: describe(facts("granite4", pp_size=2, stage_layers=(2, 2))),
     "states with drafts": lambda: accept_state(num_draft_blocks=2),
     "states in a store": lambda: check(facts("qwen3-next"), has_store=True),
     "llama in a store": lambda: check(facts("llama-block32"), has_store=True),
