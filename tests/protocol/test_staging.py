@@ -371,6 +371,25 @@ def test_sessions_that_found_no_slot_begin_all_that_waits_in_the_order_in_which_
     assert last.piece.request_id == "b"
 
 
+def test_sessions_that_wait_for_a_slot_cost_an_event_nothing() -> None:
+    assert lines_of_an_event(num_waiting=1) == lines_of_an_event(num_waiting=3)
+
+
+def lines_of_an_event(num_waiting: int) -> int:
+    """Return the lines of the sender that an event runs which concerns no session, while sessions wait for the only slot."""
+    sender = SenderHand(decode_tp=4, num_slots=1, slot_bytes=LONG_BYTES // 2, ring_cells=64)
+    every = sender.routes
+    for route in every[: 1 + num_waiting]:
+        sender.routes, name = [route], str(route.index)
+        sender.start(name, num_tokens=4, plan=ChunkPlan(chunk_tokens=256))
+        sender.compute(0, name)
+        begun = gathers(sender.grant({0: cells(0, 1)}, name, route=route.index))
+        assert bool(begun) == (route is every[0])
+    counts = count_lines(sender.machine, "send/sender.py")
+    assert not gathers(sender.abort("unknown"))
+    return counts[0]
+
+
 def test_sessions_that_have_places_take_turns_for_a_free_slot() -> None:
     sender = SenderHand(decode_tp=2, num_slots=3, ring_cells=64)
     both = sender.routes
