@@ -130,7 +130,7 @@ async def test_requests_join_and_leave_the_running_batch(world: World) -> None:
     [
         ("x", 11, 22, "request x does not wait here for room"),
         ("a", 11, 23, "request a does not wait here for room"),
-        ("a", 13, 22, "given to another life of the prefill node"),
+        ("a", 13, 22, "given to an earlier process of the prefill node"),
     ],
 )
 async def test_room_is_only_for_who_waits_here(world: World, name: str, prefill: int, decode: int, complaint: str) -> None:
