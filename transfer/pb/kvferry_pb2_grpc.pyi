@@ -4,7 +4,7 @@ isort:skip_file
 The registry plane of kvferry: request control, attach, watermark acks.
 
 Conventions
-- An incarnation names one life of a process: a random 64-bit number above 0. A restart has another one.
+- An incarnation identifies a process until it ends: a random 64-bit number above 0. After a restart it is another one.
 - Sizes are in bytes unless the name says tokens, pages or seconds.
 - Errors are gRPC statuses with one line of text; the codes are listed at each method. gRPC itself adds RESOURCE_EXHAUSTED for
   a message above 16 MiB or a call beyond the 4096 that a server takes at once, and UNIMPLEMENTED; a node with TLS adds
