@@ -85,7 +85,7 @@ class ForwardBatch:
     """
 
     wanted: tuple[WantedRow, ...]
-    token_ids: NDArray[np.int64]
+    token_ids: NDArray[np.int64] = field(repr=False)
     positions: NDArray[np.int64]
     plan: StepPlan | None
     decode_rows: tuple[DecodeItem, ...] = ()

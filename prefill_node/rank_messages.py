@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from node_runtime.rank_messages import role_codec
 from transfer.config import PrefillNodeConfig
@@ -58,7 +58,7 @@ class PrefillStepPart:
     """Tokens of one request in a step; `first_token` is the position of `token_ids[0]`."""
 
     request_id: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = field(repr=False)
     first_token: int
     is_last: bool
 

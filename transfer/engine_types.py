@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from transfer.errors import ConfigError, EngineError
@@ -141,7 +141,7 @@ class PrefillItem:
     """
 
     request_id: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = field(repr=False)
     first_token: int
     page_tables: tuple[Sequence[int], ...]
     sampling: SamplingParams = GREEDY

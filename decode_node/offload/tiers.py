@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decode_node.admission import Admission, Room
 from decode_node.rank_messages import JobDone
@@ -23,7 +23,7 @@ class Prompt:
         asked_ns: When it was asked for, since the epoch. Its stored pages count as used then.
     """
 
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] = field(repr=False)
     chain: PageHashes | None = None
     fetched: frozenset[bytes] = frozenset()
     asked_ns: int = 0

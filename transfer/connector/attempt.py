@@ -61,7 +61,7 @@ class WantedPrompt:
     """
 
     request_id: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = field(repr=False)
     accepted_s: float
     join_timeout_s: float
     queue_timeout_s: float = math.inf
@@ -71,7 +71,7 @@ class WantedPrompt:
     needs_first_token: bool = False
     needs_note: bool = False
     sampling: SamplingParams = GREEDY
-    cache_salt: str = ""
+    cache_salt: str = field(default="", repr=False)
     span: Span | None = None
     traceparent: str = ""
     attempts: list[Attempt[Any]] = field(default_factory=list)  # the last one is current; those before it have failed

@@ -39,8 +39,8 @@ class _Prompt:
 
     name: str
     transfer_id: str
-    token_ids: tuple[int, ...]
-    cache_salt: str | None
+    token_ids: tuple[int, ...] = field(repr=False)
+    cache_salt: str | None = field(repr=False)
     offered_s: float
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     was_begun: bool = False  # the engine has preempted it, and will begin it again

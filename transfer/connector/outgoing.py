@@ -59,12 +59,12 @@ class Transfer:
     """
 
     transfer_id: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = field(repr=False)
     join: Join
     plan: ChunkPlan
     start_token: int = 0
     sampling: SamplingParams = GREEDY
-    cache_salt: str = ""
+    cache_salt: str = field(default="", repr=False)
     engine_request: str = ""
     span: Span | None = None
     room: asyncio.Future[Reservation] | None = None
