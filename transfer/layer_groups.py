@@ -1,7 +1,8 @@
 """Layer groups: layers of a model that keep their tokens for equally long, and so share a page table.
 
 Full attention (MLA too) keeps every token. A sliding window keeps the last tokens, in separate pages that are released as the
-window moves on. A recurrent layer keeps one state per request, which is one page of one pseudo token.
+window moves on. Chunked local attention (Llama 4, in vLLM only) keeps the tokens of one chunk. A recurrent layer keeps one state
+per request, which is one page of one pseudo token.
 
 Pure, like `transfer.layout`. Pools, allocators, schedulers and the memory plan all count with this module.
 """
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from transfer.layout import KVLayout, LayerKind, LayerSpec, Shard
+from transfer.layout import KVLayout, LayerKind, LayerSpec, Shard, first_read_token
 
 NO_PAGE: Final = -1
 """Entry of a page table that a window has passed, or that lies before its begin. Nothing may be read or written there."""
@@ -36,6 +37,7 @@ class GroupKind(StrEnum):
 
     FULL = "full"  # to the end of the request
     WINDOW = "window"  # until `window_tokens` newer ones have come
+    CHUNK = "chunk"  # until the next chunk of `window_tokens` begins
     STATE = "state"  # not at all: a state of fixed size per request
 
 
@@ -45,7 +47,7 @@ class LayerGroup:
 
     Args:
         layers: Global layers, ascending.
-        window_tokens: Tokens that attention can reach, including the newest; 0 for the other kinds.
+        window_tokens: Tokens that attention can reach, including the newest, or tokens of a chunk; 0 for the other kinds.
     """
 
     kind: GroupKind
@@ -54,8 +56,8 @@ class LayerGroup:
 
     @property
     def name(self) -> str:
-        """For people and labels: ``full``, ``window_1024``, ``state``; unique in a model."""
-        return f"{self.kind}_{self.window_tokens}" if self.kind is GroupKind.WINDOW else str(self.kind)
+        """For people and labels: ``full``, ``window_1024``, ``chunk_8192``, ``state``; unique in a model."""
+        return f"{self.kind}_{self.window_tokens}" if self.window_tokens else str(self.kind)
 
     def page_size(self, page_size: int) -> int:
         """Return the tokens per page of this group, in a pool of `page_size`."""
@@ -77,11 +79,11 @@ class LayerGroup:
 
     def first_needed_token(self, next_token: int) -> int:
         """Return the first token that any later step reads, if `next_token` is the next one to be computed."""
-        return max(0, next_token - self.window_tokens + 1) if self.kind is GroupKind.WINDOW else 0
+        return first_read_token(next_token, self.window_tokens, is_chunked=self.kind is GroupKind.CHUNK)
 
     def first_travelling_token(self, num_tokens: int) -> int:
-        """Return the first token of a prompt that is sent to decode, see `transfer.layout.wire_buffers`."""
-        return max(0, num_tokens - self.window_tokens) if self.kind is GroupKind.WINDOW else 0
+        """Return the first token of a prompt that is sent to decode, see `LayerSpec.first_travelling_token`."""
+        return self.first_needed_token(num_tokens - 1)
 
     def num_pages(self, num_tokens: int, page_size: int) -> int:
         """Return the entries of the page table of a request of `num_tokens` tokens."""
@@ -95,22 +97,22 @@ class LayerGroup:
                 already sent to the engine will compute.
         """
         entries = self.num_pages(num_tokens, page_size)
-        if self.kind is not GroupKind.WINDOW:
+        if not self.window_tokens:
             return entries
-        # The first of those tokens reaches window_tokens - 1 back; a range of n tokens touches ceil((n - 1) / page_size) + 1.
+        # The first of those tokens reaches window_tokens - 1 back at most; n tokens touch ceil((n - 1) / page_size) + 1.
         reach = self.window_tokens - 1 + tokens_in_flight
         return min(entries, -(-(reach - 1) // page_size) + 1)
 
 
 def layer_groups(layout: KVLayout) -> tuple[LayerGroup, ...]:
-    """Return the groups of a model, for all its stages: full attention first, then windows from short to long, then states."""
-    order = {GroupKind.FULL: 0, GroupKind.WINDOW: 1, GroupKind.STATE: 2}
+    """Return the groups of a model, for all its stages: full attention, windows from short to long, chunks, states."""
+    order = list(GroupKind)
     members: dict[tuple[GroupKind, int], list[int]] = {}
     for layer, spec in enumerate(layout.layers):
         members.setdefault((_kind(spec), spec.window_tokens), []).append(layer)
     return tuple(
         LayerGroup(kind=kind, window_tokens=window_tokens, layers=tuple(layers))
-        for (kind, window_tokens), layers in sorted(members.items(), key=lambda item: (order[item[0][0]], item[0][1]))
+        for (kind, window_tokens), layers in sorted(members.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
     )
 
 
@@ -130,10 +132,15 @@ def page_table_tokens(
     return min(max_seq_len, num_pages * page_size)
 
 
+_LOCAL_GROUPS: Final = {
+    LayerKind.SLIDING_WINDOW: GroupKind.WINDOW,
+    LayerKind.CHUNKED_LOCAL: GroupKind.CHUNK,
+    LayerKind.RECURRENT_STATE: GroupKind.STATE,
+}
+
+
 def _kind(spec: LayerSpec) -> GroupKind:
-    if spec.kind is LayerKind.SLIDING_WINDOW:
-        return GroupKind.WINDOW
-    return GroupKind.STATE if spec.kind is LayerKind.RECURRENT_STATE else GroupKind.FULL
+    return _LOCAL_GROUPS.get(spec.kind, GroupKind.FULL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,23 @@ class LayerKind(StrEnum):
     ATTENTION = "attention"  # MHA or GQA: K and V per KV head
     MLA = "mla"  # one latent per token, the same on every TP rank
     SLIDING_WINDOW = "sliding_window"  # as ATTENTION, but only the last `window_tokens` are ever read
+    CHUNKED_LOCAL = "chunked_local"  # as ATTENTION, but a token reads only its own chunk: every `window_tokens`, one begins
     RECURRENT_STATE = "recurrent_state"  # a fixed-size state per request and head, none per token
+
+
+LOCAL_KINDS: Final = (LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_LOCAL)
+"""Kinds whose earlier tokens are not read any more."""
+
+
+def first_read_token(token: int, window_tokens: int, *, is_chunked: bool) -> int:
+    """Return the first token that attention reads when it computes `token`.
+
+    Args:
+        window_tokens: Tokens of the sliding window or of a chunk; 0 means that attention reads all tokens.
+    """
+    if is_chunked:
+        return max(0, token - token % window_tokens)
+    return max(0, token - window_tokens + 1) if window_tokens else 0
 
 
 class TokenOrder(StrEnum):
@@ -98,7 +114,7 @@ class LayerSpec:
         num_kv_heads: KV heads of the whole model in this layer (1 for MLA: the latent is one shared "head").
         k_head_dim: Elements of K per token and head (MLA: latent plus rotary part; recurrent: elements of state per head).
         v_head_dim: Elements of V per token and head; 0 without a second buffer (MLA, recurrent).
-        window_tokens: Tokens that a sliding window layer can still read; 0 for the other kinds.
+        window_tokens: Tokens that a sliding window layer can still read, or tokens of a chunk; 0 for the other kinds.
         dtype: Element type that the layer has in every pool and on the wire. None leaves it to the pool. The model decides the
             precision of a recurrent state, because the error of each step goes into all later ones. Layers of the other kinds
             are `int8` if their rows contain other values than elements, for example quantised values and their scales. Such rows
@@ -121,8 +137,10 @@ class LayerSpec:
             raise LayoutError(f"an MLA layer has one latent and no V; got {self.num_kv_heads} heads and V dim {self.v_head_dim}")
         if self.kind is LayerKind.RECURRENT_STATE and self.v_head_dim != 0:
             raise LayoutError(f"a recurrent layer has one state buffer; got V dim {self.v_head_dim}, must be 0")
-        if (self.kind is LayerKind.SLIDING_WINDOW) != (self.window_tokens > 0):
-            raise LayoutError(f"window_tokens is {self.window_tokens} for kind {self.kind}; only sliding_window has one, above 0")
+        if (self.kind in LOCAL_KINDS) != (self.window_tokens > 0):
+            raise LayoutError(
+                f"window_tokens is {self.window_tokens} for kind {self.kind}; only {' and '.join(LOCAL_KINDS)} have one, above 0"
+            )
         if self.dtype is not None:
             object.__setattr__(self, "dtype", DType(self.dtype))
             if self.kind is not LayerKind.RECURRENT_STATE and self.dtype is not DType.INT8:
@@ -139,6 +157,20 @@ class LayerSpec:
     def num_buffers(self) -> int:
         """Buffers of this layer: K and V, or one."""
         return 2 if self.v_head_dim else 1
+
+    @property
+    def is_chunked(self) -> bool:
+        return self.kind is LayerKind.CHUNKED_LOCAL
+
+    def first_travelling_token(self, num_tokens: int) -> int:
+        """Return the first token of a prompt that travels: decode computes the last token again, which reads from there."""
+        return first_read_token(num_tokens - 1, self.window_tokens, is_chunked=self.is_chunked)
+
+    def shortest_prompt(self, first_token: int) -> int:
+        """Return the tokens of the shortest prompt of which no token before `first_token` travels. The kind is a local one."""
+        if self.is_chunked:
+            return -(-first_token // self.window_tokens) * self.window_tokens + 1
+        return first_token + self.window_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -473,8 +505,8 @@ def wire_buffers(
 ) -> tuple[WireBuffer, ...]:
     """Return the buffers of a chunk's part on `route`, in their order in its grant: ``[buffer (layer x K/V)][token][head][dim]``.
 
-    Sliding-window layers carry only tokens inside the last window of the prompt. A recurrent state travels once, with the
-    request's last tokens. Empty if chunk and route share nothing.
+    Layers with sliding windows or chunks carry only tokens of the prompt's last window or chunk. A recurrent state travels once,
+    with the request's last tokens. Empty if chunk and route share nothing.
 
     Args:
         tokens, layers: Ranges of the chunk; layers are global.
@@ -507,18 +539,18 @@ class _WindowRate:
     """Payload of the layers that keep the same last tokens of a prompt.
 
     Args:
-        window_tokens: Tokens that the layers can still read; 0 means all.
+        spec: One of these layers.
         token_bytes: Bytes of one token in these layers.
         token_buffers: Buffers of these layers.
     """
 
-    window_tokens: int
+    spec: LayerSpec
     token_bytes: int
     token_buffers: int
 
     def first_token(self, num_tokens: int) -> int:
         """Return the first token that travels, for a prompt of `num_tokens`."""
-        return max(0, num_tokens - self.window_tokens) if self.window_tokens else 0
+        return self.spec.first_travelling_token(num_tokens)
 
     def count(self, tokens: Range, num_tokens: int) -> int:
         """Return the number of `tokens` that travel."""
@@ -528,26 +560,26 @@ class _WindowRate:
 class PayloadRates:
     """The payload of some layers on one route, for any part of any prompt. Create one with `payload_rates`.
 
-    Recurrent states travel with the last token of a prompt, and each window of layers with the tokens that it still reaches.
+    Recurrent states travel with the last token of a prompt, and each window or chunk with the tokens that it still reaches.
     """
 
     def __init__(self, layout: KVLayout, route: Route, layers: Range, dtype: DType) -> None:
         self._layout, self._route, self._layers, self._dtype = layout, route, layers, dtype
-        of_window: dict[int, list[LayerSpec]] = {}
+        of_window: dict[tuple[int, bool], list[LayerSpec]] = {}
         self._num_states = 0
         for layer in route.layers_in(layout, layers):
             spec = layout.layers[layer]
             if spec.kind is LayerKind.RECURRENT_STATE:
                 self._num_states += 1
             else:
-                of_window.setdefault(spec.window_tokens, []).append(spec)
+                of_window.setdefault((spec.window_tokens, spec.is_chunked), []).append(spec)
         self._windows = [
             _WindowRate(
-                window_tokens=window_tokens,
+                spec=specs[0],
                 token_bytes=route.heads.count * sum(_head_bytes(spec, dtype) for spec in specs),
                 token_buffers=sum(spec.num_buffers for spec in specs),
             )
-            for window_tokens, specs in of_window.items()
+            for specs in of_window.values()
         ]
 
     def num_bytes(self, tokens: Range, num_tokens: int) -> int:
@@ -583,6 +615,6 @@ def _head_bytes(spec: LayerSpec, dtype: DType) -> int:
 def _travelling_tokens(spec: LayerSpec, tokens: Range, num_tokens: int) -> Range:
     if spec.kind is LayerKind.RECURRENT_STATE:
         return Range(begin=0, end=1) if tokens.end == num_tokens else Range(begin=0, end=0)
-    if spec.kind is LayerKind.SLIDING_WINDOW:
-        return tokens.intersect(Range(begin=max(0, num_tokens - spec.window_tokens), end=num_tokens))
+    if spec.kind in LOCAL_KINDS:
+        return tokens.intersect(Range(begin=spec.first_travelling_token(num_tokens), end=num_tokens))
     return tokens

@@ -31,6 +31,13 @@ _INDEXER_BYTES: Final = (128, 4)
 _SCALE_BYTES: Final = 4
 _PER_HEAD_MODES: Final = ("FP8_PER_TOKEN_HEAD", "INT8_PER_TOKEN_HEAD")
 
+CHUNKED_SPEC: Final = "ChunkedLocalAttentionSpec"
+
+_WINDOW_FIELDS: Final = {
+    "SlidingWindowSpec": "sliding_window",
+    "SlidingWindowMLASpec": "sliding_window",
+    CHUNKED_SPEC: "attention_chunk_size",
+}
 _DRAFT_MODULES: Final = frozenset({"draft_model", "mtp"})
 
 
@@ -46,7 +53,7 @@ class LayerFacts:
         num_kv_heads: KV heads of this rank; 0 for a layer without attention, such as a recurrent state.
         k_head_dim, v_head_dim: Elements per token and head; for a latent, all its elements and 0. Bytes if `row_format` is set.
         dtype: torch's name of the element type; ``uint8`` is possible for 8-bit floats.
-        window_tokens: Window of a spec that drops earlier blocks; otherwise 0.
+        window_tokens: Window or chunk of a spec that drops earlier blocks; otherwise 0.
         quant_mode: vLLM's name of the quantisation; ``NONE`` if there is none.
         row_format: Name of the format of rows that have values and their scales; empty for elements of one type.
         is_packed_otherwise: Whether a block holds anything besides K and V, or such rows, of its tokens and heads.
@@ -286,7 +293,7 @@ def _layer(name: str, group: int, spec: Any, module: Any, vllm_config: Any, *, i
         k_head_dim=k_dim,
         v_head_dim=v_dim,
         dtype=torch_name(spec.dtype),
-        window_tokens=int(spec.sliding_window) if kind in ("SlidingWindowSpec", "SlidingWindowMLASpec") else 0,
+        window_tokens=int(getattr(spec, _WINDOW_FIELDS[kind])) if kind in _WINDOW_FIELDS else 0,
         quant_mode=str(spec.kv_quant_mode.name),
         row_format=row_format,
         is_packed_otherwise=not is_known

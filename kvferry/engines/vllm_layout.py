@@ -29,7 +29,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvferry.engines.vllm_facts import INDEXER_ROWS, ROW_FORMATS, LayerFacts, VllmFacts
+from kvferry.engines.vllm_facts import CHUNKED_SPEC, INDEXER_ROWS, ROW_FORMATS, LayerFacts, VllmFacts
 from kvferry.engines.vllm_states import STATE_SPEC, check_state, parts_of, state_views
 from kvferry.engines.vllm_windows import WindowTable
 from transfer.errors import ConfigError, LayoutError
@@ -38,7 +38,7 @@ from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenO
 from transfer.pool.kv_pool import TORCH_DTYPES, KVPool, LayerBuffers, PoolView
 
 NULL_BLOCK: Final = 0
-"""Block id in a block table in place of each block that a window has passed."""
+"""Block id in a block table in place of each block that a window or chunk has passed."""
 
 PACKED_BACKENDS: Final = ("CPU_ATTN",)
 PACKED_ISAS: Final = ("vec", "vec16")
@@ -55,11 +55,10 @@ INDEXER_BACKENDS: Final = ("DEEPSEEK_V32_INDEXER",)
 
 _LATENT_SPECS: Final = ("MLAAttentionSpec", "SlidingWindowMLASpec")
 """Specs whose layers are the same on all tensor parallel ranks."""
-_KNOWN_SPECS: Final = ("FullAttentionSpec", "SlidingWindowSpec", *_LATENT_SPECS, STATE_SPEC)
+_KNOWN_SPECS: Final = ("FullAttentionSpec", "SlidingWindowSpec", CHUNKED_SPEC, *_LATENT_SPECS, STATE_SPEC)
 _WHY_NOT: Final = {
     "CrossAttentionSpec": "attends to an encoder's output",
     "EncoderOnlyAttentionSpec": "is an encoder's",
-    "ChunkedLocalAttentionSpec": "attends in chunks and drops blocks: start vLLM with --disable-hybrid-kv-cache-manager",
     "SinkFullAttentionSpec": "has attention sinks in its cache",
     "RSWASpec": "drops blocks between the prompt and a window",
 }
@@ -68,7 +67,7 @@ _FLOAT8_SETTINGS: Final = ("fp8", "fp8_e4m3")
 
 
 class WindowLayers(StrEnum):
-    """The part of layers with a sliding window that moves. Both sides must use the same."""
+    """The part of layers with a sliding window or chunks that moves. Both sides must use the same."""
 
     WHOLE = "whole"
     """Every token, as for full attention. Works if vLLM's hybrid KV cache manager is off."""
@@ -91,7 +90,7 @@ class VllmLayout:
             of its own, or that has an element type of its own.
         block_groups: For each of `groups`, the index of its block table among those of a vLLM request.
         page_sizes: For each of `groups`, the tokens of a block.
-        window_tables: Block tables without blocks for tokens that a window has passed.
+        window_tables: Block tables without blocks for tokens that a window or chunk has passed.
         num_blocks: Blocks of each group.
         shared_layers: Layers that use the tensors of another one.
     """
@@ -378,6 +377,11 @@ def check(facts: VllmFacts, *, has_store: bool) -> None:
         raise LayoutError("no layer of this rank keeps KV; kvferry moves that of attention layers and recurrent states")
     for layer in facts.layers:
         _check_layer(layer, facts)
+        if layer.spec == CHUNKED_SPEC and has_store:
+            raise LayoutError(
+                f"layer {layer.name} attends in chunks and drops blocks, which was not tested with a store; start vLLM with "
+                "--disable-hybrid-kv-cache-manager"
+            )
         if layer.state is not None and has_store:
             raise LayoutError(f"layer {layer.name} keeps a recurrent state, which a store cannot keep; KvferryConnector moves it")
         if layer.state is not None and facts.pp_size > 1:
@@ -525,14 +529,16 @@ def _spec(layer: LayerFacts, facts: VllmFacts, windows: WindowLayers) -> LayerSp
     )
     if is_latent and not layer.window_tokens:
         return spec
-    if layer.window_tokens:  # vLLM frees blocks behind the window
+    if layer.window_tokens:  # vLLM frees blocks behind the window or chunk
+        is_chunked = layer.spec == CHUNKED_SPEC
         if windows is WindowLayers.WHOLE:
             raise LayoutError(
-                f"layer {layer.name} keeps only a window of {layer.window_tokens} tokens, and window_layers={windows} needs "
-                "blocks for every token of the prompt: leave it out, or start vLLM with --disable-hybrid-kv-cache-manager (with "
-                "--disable-sliding-window if all layers have a window)"
+                f"layer {layer.name} keeps only a {'chunk' if is_chunked else 'window'} of {layer.window_tokens} tokens, and "
+                f"window_layers={windows} needs blocks for every token of the prompt: leave it out, or start vLLM with "
+                "--disable-hybrid-kv-cache-manager (with --disable-sliding-window if all layers have a window)"
             )
-        return replace(spec, kind=LayerKind.SLIDING_WINDOW, window_tokens=layer.window_tokens)
+        kind = LayerKind.CHUNKED_LOCAL if is_chunked else LayerKind.SLIDING_WINDOW
+        return replace(spec, kind=kind, window_tokens=layer.window_tokens)
     if windows is WindowLayers.WHOLE or layer.is_draft or any(other.window_tokens for other in facts.layers):
         return spec
     # The spec of a group merges those of its layers, and does not show which of them have a window.
@@ -607,7 +613,12 @@ def _by_layer(layers: Sequence[LayerFacts]) -> list[LayerFacts]:
 
 
 def _window_tables(layers: Sequence[LayerFacts]) -> Iterator[WindowTable]:
-    """Yield the block tables of layers with a window, if vLLM frees blocks behind it."""
+    """Yield the block tables of layers with a window or chunks, if vLLM frees blocks behind it."""
     found = {layer.group: layer for layer in layers if layer.window_tokens}
     for group, layer in sorted(found.items()):
-        yield WindowTable(group=group, window_tokens=layer.window_tokens, block_size=layer.block_size)
+        yield WindowTable(
+            group=group,
+            window_tokens=layer.window_tokens,
+            block_size=layer.block_size,
+            is_chunked=layer.spec == CHUNKED_SPEC,
+        )

@@ -1,11 +1,11 @@
-"""Sliding windows in vLLM's block tables, on the scheduler.
+"""Sliding windows and chunked local attention in vLLM's block tables, on the scheduler.
 
-With its hybrid KV cache manager, vLLM gives layers with a window block tables of their own, and frees blocks that a window has
-passed. Of a prompt, the last window travels. vLLM's blocks differ from it at both of its ends:
+With its hybrid KV cache manager, vLLM gives layers with a window or chunks block tables of their own, and frees blocks that no
+later token reads. Of a prompt, the last window or chunk travels. vLLM's blocks differ from it at both of its ends:
 
-- vLLM keeps one token less, because the token after the prompt cannot reach the window's first token. But a decode instance
-  computes the prompt's last token again, and that token reaches it. So prefill keeps the block of the first token until the KV is
-  sent, and decode loads one token less where vLLM would have no block for the first token.
+- vLLM keeps the tokens that the token after the prompt reads: of a window one token less, and nothing of a chunk that ends with
+  the prompt. But a decode instance computes the prompt's last token again, which reads them. So prefill keeps the blocks until
+  the KV is sent, and decode loads one token less where vLLM would have no blocks for them.
 - Decode's first block of a window also has tokens before the window, which are not written. vLLM's prefix cache would give such a
   block to later prompts. So it is counted as cached already, which keeps it out of the cache.
 
@@ -19,33 +19,39 @@ from dataclasses import dataclass
 from typing import Any
 
 from transfer.errors import ConfigError
+from transfer.layout import first_read_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowTable:
-    """A block table of layers with a sliding window.
+    """A block table of layers with a sliding window, or with chunked local attention.
 
     Args:
         group: Index of the table among those of a vLLM request.
-        window_tokens: Tokens that attention can reach, including the newest.
+        window_tokens: Tokens that attention can reach, including the newest, or tokens of a chunk.
         block_size: Tokens of a block.
+        is_chunked: Whether attention is that of chunks.
     """
 
     group: int
     window_tokens: int
     block_size: int
+    is_chunked: bool = False
 
     def first_token(self, num_tokens: int) -> int:
         """Return the first token of a prompt of `num_tokens` that travels."""
-        return max(0, num_tokens - self.window_tokens)
+        return self._first_read(num_tokens - 1)
 
-    def loses_first_token(self, num_tokens: int) -> bool:
-        """Return whether the window's first token is the last one of its block, which vLLM frees after the prompt."""
-        return num_tokens >= self.window_tokens and not (num_tokens - self.window_tokens + 1) % self.block_size
+    def lost_blocks(self, num_tokens: int) -> range:
+        """Return the entries of the table that travel and that vLLM frees after the prompt."""
+        return range(self._first_read(num_tokens - 1) // self.block_size, self._first_read(num_tokens) // self.block_size)
+
+    def _first_read(self, token: int) -> int:
+        return first_read_token(token, self.window_tokens, is_chunked=self.is_chunked)
 
 
 class WindowBlocks:
-    """Blocks of windows, of the requests of one scheduler.
+    """Blocks of windows and chunks, of the requests of one scheduler.
 
     Args:
         tables: Empty if vLLM keeps blocks for every token.
@@ -74,20 +80,19 @@ class WindowBlocks:
         self._manager = manager
 
     def loses_first_token(self, num_tokens: int) -> bool:
-        """Return whether a request whose prompt is loaded whole has no block for a window's first token."""
-        return any(table.loses_first_token(num_tokens) for table in self._tables)
+        """Return whether a request whose prompt is loaded whole has no block for the first token that travels of some layers."""
+        return any(table.lost_blocks(num_tokens) for table in self._tables)
 
     def num_loaded(self, num_tokens: int) -> int:
         """Return the tokens of a prompt that vLLM loads; it computes the others."""
         return num_tokens - self.loses_first_token(num_tokens)
 
     def keep(self, request_id: str, num_tokens: int) -> None:
-        """Keep the blocks of the first tokens of windows until `release`. The prompt's last step is scheduled."""
-        losing = [table for table in self._tables if table.loses_first_token(num_tokens)]
-        if not losing or request_id in self._kept:
+        """Keep the blocks that travel and that vLLM is about to free until `release`. The prompt's last step is scheduled."""
+        if request_id in self._kept or not self.loses_first_token(num_tokens):
             return
         blocks = self._manager.get_blocks(request_id).blocks
-        kept = [blocks[table.group][table.first_token(num_tokens) // table.block_size] for table in losing]
+        kept = [blocks[table.group][entry] for table in self._tables for entry in table.lost_blocks(num_tokens)]
         self._manager.block_pool.touch(kept)
         self._kept[request_id] = kept
 

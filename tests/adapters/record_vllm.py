@@ -51,6 +51,9 @@ LATENT: dict[str, Any] = {
     "moe_intermediate_size": 32, "first_k_dense_replace": 4, "head_dim": 64,
 }  # fmt: skip
 WINDOWS: dict[str, Any] = {"sliding_window": 64, "num_hidden_layers": 6, "num_key_value_heads": 2}
+CHUNKS: dict[str, Any] = {
+    "attention_chunk_size": 64, "interleave_moe_layer_step": 5, "intermediate_size_mlp": 64, "num_key_value_heads": 2,
+}  # fmt: skip
 WIDE_HEADS: dict[str, Any] = {"global_head_dim": 64, "hidden_size_per_layer_input": 0}
 STATES: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
@@ -105,6 +108,7 @@ CASES = {
     "gemma3-tp2": Case(kind="Gemma3", sizes=WINDOWS, settings={**TP2, "block_size": 32}),
     "gemma3-groups": Case(kind="Gemma3", sizes=WINDOWS, settings={"block_size": 32}, connector=GROUPS),
     "gemma4-groups": Case(kind="Gemma4", sizes=WINDOWS | WIDE_HEADS, settings={"block_size": 32}, connector=GROUPS),
+    "llama4-groups": Case(kind="Llama4", sizes=CHUNKS, settings={"block_size": 32}, connector=GROUPS),
     "mistral-window": Case(kind="Mistral", sizes={"sliding_window": 64}, settings={"block_size": 32}),
     "mistral-window-groups": Case(kind="Mistral", sizes={"sliding_window": 64}, settings={"block_size": 32}, connector=GROUPS),
     "qwen3-next": Case(kind="Qwen3Next", sizes=STATES, connector=GROUPS),
@@ -118,7 +122,7 @@ def make_model(case: Case, directory: Path) -> None:
     import torch
     import transformers
 
-    text = "Text" if case.kind.startswith("Gemma") else ""
+    text = "Text" if case.kind.startswith(("Gemma", "Llama4")) else ""
     config = getattr(transformers, f"{case.kind}{text}Config")(**{**SIZES, **case.sizes})
     torch.manual_seed(1234)
     model = getattr(transformers, f"{case.kind}ForCausalLM")(config).float().eval()

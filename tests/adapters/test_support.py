@@ -111,7 +111,7 @@ FLOAT8: Final = facts("llama-fp8")
 VLLM: Final[Mapping[str, Case]] = {
     "backend ROCM_ATTN": lambda: pool_with(backend="ROCM_ATTN"),
     "CrossAttentionSpec": lambda: accept_config(attention_spec("CrossAttentionSpec")),
-    "ChunkedLocalAttentionSpec": lambda: accept_config(attention_spec("ChunkedLocalAttentionSpec")),
+    "chunked attention in a store": lambda: check(facts("llama4-groups"), has_store=True),
     "chunked attention, hybrid manager off": lambda: accept_config(attention_spec(attention_chunk_size=8192)),
     "windows in pipeline stages": lambda: describe(replace(STAGE, num_tables=2)),
     "last windows of gemma3": lambda: describe(facts("gemma3", has_prefix_caching=False), windows=WindowLayers.LAST_WINDOW),

@@ -146,6 +146,8 @@ def test_windows_scales_states_and_packings() -> None:
         kind="GDN_ATTN", shapes=((3, 40), (2, 8, 4)), dtypes=("bfloat16", "float32"), num_draft_blocks=1
     )
     assert (found[3].k_head_dim, found[3].v_head_dim, found[3].is_packed_otherwise) == (576, 0, False)
+    chunked = attention_spec("ChunkedLocalAttentionSpec", attention_chunk_size=8192)
+    assert read_facts(config(), groups(chunked)).layers[0].window_tokens == 8192
     # A merged spec of full attention may name a window: its blocks are kept all the same.
     assert read_facts(config(), groups(attention_spec(sliding_window=64))).layers[0].window_tokens == 0
 

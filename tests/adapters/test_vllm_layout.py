@@ -618,6 +618,31 @@ def test_windows_with_block_tables_of_their_own() -> None:
     assert described.first_needed_pages(130) == (0, 2, 2, 2, 2, 2)
 
 
+def test_chunked_local_attention() -> None:
+    """Llama 4. kvferry's own engine does not know the architecture; vLLM's specs suffice."""
+    record = recorded("llama4-groups")["rank0"]
+    facts = facts_of(record["facts"])
+    described = describe(facts)
+    assert [str(spec.kind) for spec in described.layout.layers] == ["chunked_local"] * 3 + ["attention"]
+    assert [(group.name, group.layers) for group in described.groups] == [("full", (3,))] + [
+        ("chunk_64", (layer,)) for layer in range(3)
+    ]
+    assert described.block_groups == (3, 0, 1, 2)
+    assert described.window_tables == tuple(
+        WindowTable(group=group, window_tokens=64, block_size=32, is_chunked=True) for group in range(3)
+    )
+    assert described.first_needed_pages(128) == (0, 4, 4, 4)
+    with pytest.raises(LayoutError, match=r"layers\.0\.\S+ keeps only a chunk of 64 tokens.*--disable-hybrid-kv-cache-manager"):
+        describe(facts, windows=WindowLayers.WHOLE)
+
+
+def test_blocks_of_a_chunk_that_vllm_frees_after_the_prompt() -> None:
+    table = WindowTable(group=0, window_tokens=64, block_size=32, is_chunked=True)
+    assert [(table.first_token(num), table.lost_blocks(num)) for num in (64, 127, 128, 129)] == [
+        (0, range(2)), (64, range(2, 2)), (64, range(2, 4)), (128, range(4, 4)),
+    ]  # fmt: skip
+
+
 def test_block_tables_with_blocks_of_different_sizes() -> None:
     """vLLM gives layers with smaller heads longer blocks, so that all blocks have the same number of bytes."""
     record = recorded("gemma4-groups")["rank0"]

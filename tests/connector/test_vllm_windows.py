@@ -1,9 +1,9 @@
-"""Sliding windows with block tables of their own, in schedulers that allocate and free blocks as vLLM 0.32 does."""
+"""Sliding windows and chunked local attention, in schedulers that allocate and free blocks of each table as vLLM 0.32 does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,37 +22,43 @@ from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
 from transfer.pool.kv_pool import KVPool, LayerBuffers, PoolView
 
-WINDOW = 40
+WINDOW = 48
 GROUPS = {0: (0, 1), 1: (2,), 2: (3,)}
 """Layers of each of vLLM's block tables; the last table is that of full attention."""
 
 FULL = LayerSpec(num_kv_heads=HEADS, k_head_dim=DIM, v_head_dim=DIM)
 SLIDING = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=HEADS, k_head_dim=DIM, v_head_dim=DIM, window_tokens=WINDOW)
-LAYOUT = KVLayout(layers=(SLIDING, SLIDING, SLIDING, FULL), dtype=DType.FLOAT32)
+CHUNKED = replace(SLIDING, kind=LayerKind.CHUNKED_LOCAL)
+LOSING = {SLIDING: 111, CHUNKED: 96}
+"""Tokens of a prompt of which vLLM frees blocks that travel."""
 
 
-def layout_of(shard: Shard, sizes: Sequence[int]) -> VllmLayout:
-    """`sizes` are the tokens of a block in each of vLLM's block tables."""
-    full, window = layer_groups(LAYOUT)
+def layout_of(shard: Shard, sizes: Sequence[int], local: LayerSpec) -> VllmLayout:
+    """`sizes` are the tokens of a block in each of vLLM's block tables; `local` is the kind of all layers but the last."""
+    layout = KVLayout(layers=(local, local, local, FULL), dtype=DType.FLOAT32)
+    full, window = layer_groups(layout)
     return VllmLayout(
-        layout=LAYOUT,
+        layout=layout,
         shard=shard,
         layers=(),
         kv_scales=(),
-        groups=(full, *(type(window)(kind=window.kind, window_tokens=WINDOW, layers=GROUPS[group]) for group in (0, 1))),
+        groups=(full, *(replace(window, layers=GROUPS[group]) for group in (0, 1))),
         block_groups=(2, 0, 1),
         page_sizes=(sizes[2], sizes[0], sizes[1]),
-        window_tables=tuple(WindowTable(group=group, window_tokens=WINDOW, block_size=sizes[group]) for group in (0, 1)),
+        window_tables=tuple(
+            WindowTable(group=group, window_tokens=WINDOW, block_size=sizes[group], is_chunked=local is CHUNKED)
+            for group in (0, 1)
+        ),
         num_blocks=PAGES,
         shared_layers=frozenset(),
     )
 
 
-def pool_of(shard: Shard, sizes: Sequence[int]) -> KVPool:
-    heads, layout = len(shard.heads(HEADS)), layout_of(shard, sizes)
+def pool_of(shard: Shard, sizes: Sequence[int], local: LayerSpec) -> KVPool:
+    heads, layout = len(shard.heads(HEADS)), layout_of(shard, sizes, local)
     shapes = [(PAGES, sizes[group], heads, DIM) for group, layers in GROUPS.items() for _ in layers]
     buffers = [LayerBuffers(k=torch.zeros(shape), v=torch.zeros(shape)) for shape in shapes]
-    return PoolView(layout=LAYOUT, shard=shard, buffers=buffers, groups=layout.groups, page_sizes=layout.page_sizes)
+    return PoolView(layout=layout.layout, shard=shard, buffers=buffers, groups=layout.groups, page_sizes=layout.page_sizes)
 
 
 @dataclass(eq=False)
@@ -90,17 +96,22 @@ class BlockPool:
 class Tables:
     """vLLM's SingleTypeKVCacheManager of one group."""
 
-    window: int
+    local: LayerSpec
     block_size: int
     num_cached_block: dict[str, int] = field(default_factory=dict)
+
+    def num_skipped_tokens(self, num_computed: int) -> int:
+        if self.local is CHUNKED:
+            return num_computed // WINDOW * WINDOW
+        return max(0, num_computed - WINDOW + 1) if self.local is SLIDING else 0
 
 
 class Manager:
     """vLLM's KVCacheManager, which is its own coordinator."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], local: LayerSpec) -> None:
         self.block_pool = BlockPool()
-        self.single_type_managers = tuple(Tables(window, size) for window, size in zip((WINDOW, WINDOW, 0), sizes, strict=True))
+        self.single_type_managers = tuple(Tables(one, size) for one, size in zip((local, local, FULL), sizes, strict=True))
         self.coordinator = self
         self.tables: dict[str, list[list[Block]]] = {}
 
@@ -112,7 +123,7 @@ class Manager:
 
     def remove_skipped(self, request_id: str, num_computed: int) -> None:
         for table, of in zip(self.tables.setdefault(request_id, [[], [], []]), self.single_type_managers, strict=True):
-            skipped = max(0, num_computed - of.window + 1) // of.block_size if of.window else 0
+            skipped = of.num_skipped_tokens(num_computed) // of.block_size
             freed = [block for block in table[:skipped] if block is not self.block_pool.null]
             self.block_pool.free_blocks(freed)
             table[:skipped] = [self.block_pool.null] * skipped
@@ -133,10 +144,10 @@ class Manager:
 class Vllm:
     """An engine with the connector's parts; see `tests.connector.test_vllm_sides.Vllm`."""
 
-    def __init__(self, instance: Instance, sides: Sides, sizes: Sequence[int]) -> None:
-        self.instance = instance
-        self.manager = Manager(sizes)
-        layout = layout_of(Shard(page_size=instance.page_size), sizes)
+    def __init__(self, instance: Instance, sides: Sides, sizes: Sequence[int], local: LayerSpec) -> None:
+        self.instance, self.local = instance, local
+        self.manager = Manager(sizes, local)
+        layout = layout_of(Shard(page_size=instance.page_size), sizes, local)
         windows = WindowBlocks(layout.window_tables)
         self.scheduler = SchedulerSide(
             instance.leader, layout.tables_to_fill, sides=sides, engine_id="e", recomputes=True, windows=windows
@@ -232,7 +243,7 @@ class Vllm:
         assert self.scheduler.matched(request, 0) == (num_loaded, True)
         self.manager.remove_skipped(name, 0)
         for table, of in zip(self.manager.tables[name], self.manager.single_type_managers, strict=True):
-            skipped = max(0, num_loaded - of.window + 1) // of.block_size if of.window else 0
+            skipped = of.num_skipped_tokens(num_loaded) // of.block_size
             table.extend([self.manager.block_pool.null] * skipped)
         self.manager.allocate(name, num_loaded)
         self.scheduler.allocated(request, self.manager.get_blocks(name).get_block_ids(), num_loaded)
@@ -243,38 +254,45 @@ class Vllm:
         """The tokens that vLLM reads when it computes the prompt's last one, in all layers."""
         prompt = request.prompt_token_ids
         for layer, _ in self.slots(request, range(0)):
-            begin = max(0, len(prompt) - WINDOW) if LAYOUT.layers[layer] is SLIDING else 0
+            begin = 0 if layer in GROUPS[2] else self.local.first_travelling_token(len(prompt))
             tokens = range(begin, len(prompt) - 1)
-            slots = dict(self.slots(request, tokens))[layer]
+            slots = dict(self.slots(request, tokens))[layer].long()  # of no token, if only the last one travels
             block_size = self.instance.pools[0].part_of(layer).page_size
-            assert slots.min() >= block_size, "none is in the null block"
+            assert (slots >= block_size).all(), "none is in the null block"
             for pool in self.instance.pools:
                 heads = pool.shard.heads(HEADS)
                 for found, wanted in zip(pool.read(layer, slots), kv_of(prompt, layer), strict=True):
                     assert torch.equal(found, wanted[begin : len(prompt) - 1, heads.begin : heads.end]), f"layer {layer}"
 
 
+@pytest.fixture(params=[SLIDING, CHUNKED], ids=["windows", "chunks"])
+def local(request: pytest.FixtureRequest) -> LayerSpec:
+    spec: LayerSpec = request.param
+    return spec
+
+
 @pytest.fixture(params=[(1, (16, 16, 16), 2, (8, 8, 8)), (2, (8, 8, 16), 1, (16, 16, 8))], ids=str)
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Vllm, Vllm]]:
+def pair(request: pytest.FixtureRequest, local: LayerSpec) -> Iterator[tuple[Vllm, Vllm]]:
     prefill_tp, prefill_sizes, decode_tp, decode_sizes = request.param
     source = Instance(
         PREFILL,
         tp_size=prefill_tp,
         page_size=min(prefill_sizes),
-        pool_of=partial(pool_of, sizes=prefill_sizes),
+        pool_of=partial(pool_of, sizes=prefill_sizes, local=local),
         settings={"chunk.chunk_tokens": 24},  # so that a chunk begins within a block of one table, and with one of another
     )
     try:
-        decode = target(source, tp_size=decode_tp, page_size=min(decode_sizes), pool_of=partial(pool_of, sizes=decode_sizes))
+        decode_pool_of = partial(pool_of, sizes=decode_sizes, local=local)
+        decode = target(source, tp_size=decode_tp, page_size=min(decode_sizes), pool_of=decode_pool_of)
         try:
-            yield Vllm(source, PREFILL, prefill_sizes), Vllm(decode, DECODE, decode_sizes)
+            yield Vllm(source, PREFILL, prefill_sizes, local), Vllm(decode, DECODE, decode_sizes, local)
         finally:
             decode.close()
     finally:
         source.close()
 
 
-@pytest.mark.parametrize("num_tokens", [30, 40, 87, 88, 100, 103])
+@pytest.mark.parametrize("num_tokens", [30, 48, 95, 96, 97, 100, 103, 111])
 def test_windows_arrive_from_blocks_that_vllm_has_freed_and_used_again(pair: tuple[Vllm, Vllm], num_tokens: int) -> None:
     """The prompt ends before the other side asks for it. Meanwhile, another one takes the blocks that vLLM has freed."""
     prefill, decode = pair
@@ -286,7 +304,9 @@ def test_windows_arrive_from_blocks_that_vllm_has_freed_and_used_again(pair: tup
     params = prefill.finish(request)
     other = prefill.request("other", prompt_of(40, 5), None)
     prefill.step(other, 40)
-    loses = num_tokens >= WINDOW and (num_tokens - WINDOW + 1) % decode.manager.single_type_managers[0].block_size == 0
+    tables = decode.manager.single_type_managers[0]
+    travelling = decode.local.first_travelling_token(num_tokens) // tables.block_size
+    loses = tables.num_skipped_tokens(num_tokens) // tables.block_size > travelling
     received = decode.load("b", prompt, params, num_tokens - loses)
     decode.assert_has(received)
     prefill.wait_for("a")
@@ -302,15 +322,17 @@ def test_blocks_that_are_not_written_whole_stay_out_of_the_prefix_cache(pair: tu
     request = prefill.request("a", prompt, {"do_remote_decode": True})
     prefill.step(request, 100)
     decode.load("b", prompt, prefill.finish(request), 100)
-    first_whole = -(-(100 - WINDOW) // decode.manager.single_type_managers[0].block_size)
+    first_whole = -(-decode.local.first_travelling_token(100) // decode.manager.single_type_managers[0].block_size)
     assert [one.num_cached_block.get("b") for one in decode.manager.single_type_managers] == [first_whole, first_whole, None]
     prefill.wait_for("a")
 
 
 def test_a_preempted_prompt_releases_the_blocks_that_it_keeps(pair: tuple[Vllm, Vllm]) -> None:
     prefill, _ = pair
-    request = prefill.request("a", prompt_of(103), {"do_remote_decode": True})
-    prefill.step(request, 103)
+    num_tokens = LOSING[prefill.local]
+    request = prefill.request("a", prompt_of(num_tokens), {"do_remote_decode": True})
+    prefill.step(request, num_tokens)
+    prefill.manager.remove_skipped("a", num_tokens)
     prefill.manager.free("a")
     prefill.step(preempted=["a"])
     assert len(prefill.manager.block_pool.unused) == PAGES - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -28,6 +28,10 @@ def window(num_tokens: int) -> LayerSpec:
     return LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=4, k_head_dim=8, v_head_dim=8, window_tokens=num_tokens)
 
 
+def chunks(num_tokens: int) -> LayerSpec:
+    return LayerSpec(kind=LayerKind.CHUNKED_LOCAL, num_kv_heads=4, k_head_dim=8, v_head_dim=8, window_tokens=num_tokens)
+
+
 def layout_of(*layers: LayerSpec) -> KVLayout:
     return KVLayout(layers=layers, dtype=DType.BFLOAT16)
 
@@ -46,13 +50,14 @@ def group_of(spec: LayerSpec) -> LayerGroup:
         ((window(100), window(9), FULL, window(100)), {"full": (2,), "window_9": (1,), "window_100": (0, 3)}),
         ((window(10), window(9)), {"window_9": (1,), "window_10": (0,)}),
         ((STATE, window(9), MLA, FULL), {"full": (2, 3), "window_9": (1,), "state": (0,)}),
+        ((chunks(9), STATE, chunks(9), window(9)), {"window_9": (3,), "chunk_9": (0, 2), "state": (1,)}),
     ],
 )
 def test_the_groups_of_every_mix(layers: tuple[LayerSpec, ...], expected: dict[str, tuple[int, ...]]) -> None:
     found = layer_groups(layout_of(*layers))
     assert [(group.name, group.layers) for group in found] == list(expected.items())
     assert sorted(layer for group in found for layer in group.layers) == list(range(len(layers)))
-    assert all((group.kind is GroupKind.WINDOW) is (group.window_tokens > 0) for group in found)
+    assert all((group.kind in (GroupKind.WINDOW, GroupKind.CHUNK)) is (group.window_tokens > 0) for group in found)
 
 
 def test_bytes_of_a_page_are_those_of_the_ranks_own_layers_and_heads() -> None:
@@ -75,15 +80,21 @@ def test_the_first_token_that_a_step_reads() -> None:
     reach = group_of(window(4))
     assert [reach.first_needed_token(token) for token in range(7)] == [0, 0, 0, 0, 1, 2, 3]  # token 6 sees 3, 4, 5 and itself
     assert [reach.first_travelling_token(tokens) for tokens in range(7)] == [0, 0, 0, 0, 0, 1, 2]
+    chunk = group_of(chunks(4))
+    assert [chunk.first_needed_token(token) for token in range(9)] == [0, 0, 0, 0, 4, 4, 4, 4, 8]
+    assert [chunk.first_travelling_token(tokens) for tokens in range(10)] == [0, 0, 0, 0, 0, 4, 4, 4, 4, 8]
     for spec in (FULL, MLA, STATE):
         group = group_of(spec)
         assert group.first_needed_token(1000) == group.first_travelling_token(1000) == 0
 
 
+@pytest.mark.parametrize("local", [window, chunks])
 @given(num_tokens=st.integers(1, 60), window_tokens=st.integers(1, 70), cut=st.integers(1, 60))
-def test_the_first_travelling_token_is_that_of_the_wire(num_tokens: int, window_tokens: int, cut: int) -> None:
+def test_the_first_travelling_token_is_that_of_the_wire(
+    local: Callable[[int], LayerSpec], num_tokens: int, window_tokens: int, cut: int
+) -> None:
     """Pages that decode does not bind, and those that prefill keeps, must be told by what the wire carries."""
-    layout, everything = layout_of(window(window_tokens)), Range(begin=0, end=1)
+    layout, everything = layout_of(local(window_tokens)), Range(begin=0, end=1)
     heads = HeadSlice(source_start=0, target_start=0, count=4)
     route = Route(index=0, prefill_rank=0, decode_rank=0, layers=everything, heads=heads)
     edges = sorted({0, min(cut, num_tokens), num_tokens})
@@ -95,7 +106,7 @@ def test_the_first_travelling_token_is_that_of_the_wire(num_tokens: int, window_
         )
         for token in range(buffer.tokens.begin, buffer.tokens.end)
     }
-    assert sent == set(range(group_of(window(window_tokens)).first_travelling_token(num_tokens), num_tokens))
+    assert sent == set(range(group_of(local(window_tokens)).first_travelling_token(num_tokens), num_tokens))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +239,7 @@ class Prefilled(Driven):
 @st.composite
 def groups_of_models(draw: st.DrawFn) -> tuple[LayerGroup, ...]:
     specs = draw(st.lists(st.sampled_from((FULL, MLA, STATE)), max_size=3))
-    specs += [window(tokens) for tokens in draw(st.lists(st.integers(1, 40), max_size=3, unique=True))]
+    specs += [local(tokens) for local in (window, chunks) for tokens in draw(st.sets(st.integers(1, 40), max_size=3))]
     return layer_groups(layout_of(*(specs or [FULL])))
 
 

@@ -33,6 +33,7 @@ from transfer.layout import (
 MHA = LayerSpec(num_kv_heads=8, k_head_dim=128, v_head_dim=128)
 MLA = LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=576, v_head_dim=0)
 WINDOW = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=8, k_head_dim=64, v_head_dim=32, window_tokens=10)
+CHUNK = replace(WINDOW, kind=LayerKind.CHUNKED_LOCAL)
 STATE = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=4, k_head_dim=1000, v_head_dim=0)
 STATE32 = replace(STATE, dtype=DType.FLOAT32)
 ROWS = replace(MLA, k_head_dim=656, dtype=DType.INT8)
@@ -52,7 +53,7 @@ def layouts(draw: st.DrawFn) -> KVLayout:
         v_head_dim=st.just(0),
         dtype=st.sampled_from(DType),
     )
-    others = st.sampled_from((MHA, MLA, WINDOW, STATE, STATE32, ROWS, INDEXER, replace(WINDOW, dtype=DType.INT8)))
+    others = st.sampled_from((MHA, MLA, WINDOW, CHUNK, STATE, STATE32, ROWS, INDEXER, replace(WINDOW, dtype=DType.INT8)))
     return KVLayout(
         layers=tuple(draw(st.lists(st.one_of(mha, own, others), min_size=1, max_size=9))),
         dtype=draw(st.sampled_from(DType)),
@@ -286,6 +287,23 @@ def test_a_sliding_window_moves_only_what_can_still_be_read(tokens: tuple[int, i
     assert [buffer.tokens for buffer in buffers] == expected
 
 
+@pytest.mark.parametrize(("num_tokens", "first"), [(1, 0), (9, 0), (10, 0), (11, 10), (20, 10), (25, 20)])
+def test_of_chunked_local_attention_the_chunk_of_the_last_token_moves(num_tokens: int, first: int) -> None:
+    """Also if the chunk ends with the prompt: decode computes the last token again, which reads its chunk."""
+    layer, every = Range(begin=0, end=1), Range(begin=0, end=num_tokens)
+    layout, route = KVLayout(layers=(CHUNK,), dtype=DType.INT8), replace(ROUTE, layers=layer)
+    buffers = wire_buffers(layout, route, tokens=every, layers=layer, num_tokens=num_tokens, dtype=DType.INT8)
+    assert [buffer.tokens for buffer in buffers] == [Range(begin=first, end=num_tokens)] * 2
+    assert payload_rates(layout, route, layer, DType.INT8).first_token(num_tokens) == first
+
+
+@pytest.mark.parametrize("spec", [WINDOW, CHUNK], ids=["window", "chunk"])
+@pytest.mark.parametrize("first", range(1, 25))
+def test_the_shortest_prompt_that_leaves_tokens_out(spec: LayerSpec, first: int) -> None:
+    lengths = [num_tokens for num_tokens in range(1, 50) if spec.first_travelling_token(num_tokens) >= first]
+    assert spec.shortest_prompt(first) == min(lengths)
+
+
 @given(cuts=st.lists(st.integers(1, 39), max_size=6, unique=True))
 def test_a_recurrent_state_travels_once(cuts: list[int]) -> None:
     layout = KVLayout(layers=(STATE,), dtype=DType.FLOAT32)
@@ -327,6 +345,7 @@ SMALL = LayerSpec(num_kv_heads=2, k_head_dim=256, v_head_dim=256)
             ),
             "fd215f302b04609e",
         ),
+        (KVLayout(layers=(*(CHUNK,) * 3, MHA), dtype=DType.BFLOAT16), "53dfb11a0d4923ea"),
     ],
 )
 def test_fingerprints_never_change(layout: KVLayout, fingerprint: str) -> None:
@@ -415,6 +434,7 @@ def test_ranks_are_stage_major() -> None:
         (lambda: replace(ROWS, k_head_dim=658), "rows of a layer of kind mla have 658 and 0 bytes; they must be multiples of 4"),
         (lambda: replace(INDEXER, v_head_dim=6), "rows of a layer of kind attention have 128 and 6 bytes"),
         (lambda: replace(WINDOW, window_tokens=0), "window_tokens is 0 for kind sliding_window"),
+        (lambda: replace(CHUNK, window_tokens=0), "window_tokens is 0 for kind chunked_local"),
         (lambda: replace(MHA, window_tokens=4), "window_tokens is 4 for kind attention"),
         (lambda: KVLayout(layers=(), dtype=DType.INT8), "layers is empty"),
         (lambda: Shard(tp_size=0), "tp_size is 0"),

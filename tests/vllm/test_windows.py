@@ -1,4 +1,6 @@
-"""Sliding windows: vLLM's hybrid KV cache manager stays on, only windows travel, and the tokens are those of one vLLM."""
+"""Sliding windows and chunked local attention: vLLM's hybrid KV cache manager stays on, only windows and chunks travel, and the
+tokens are those of one vLLM.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,17 @@ from typing import Any
 import openai
 import pytest
 
-from kvferry.demo.kinds import ModelKind
+from kvferry.demo.kinds import (
+    ATTENTION_SHARE,
+    HEAD_DIM,
+    INTERMEDIATE_SIZE,
+    MLP_SHARE,
+    NUM_KV_HEADS,
+    NUM_LAYERS,
+    QUERY_KEY_SCALE,
+    DemoKind,
+    ModelKind,
+)
 from kvferry.demo.model import make_demo_model
 from tests.cluster.open_nodes import open_nodes
 from tests.free_port import free_port
@@ -205,23 +217,100 @@ def wide_model(windows_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return directory
 
 
-async def test_block_tables_with_blocks_of_different_sizes(
-    vllm_server: Callable[..., Server], route: Callable[..., Server], wide_model: Path, prompts: Mapping[int, str]
-) -> None:
-    def start(name: str, block_size: int, tp: int, transfer: Mapping[str, Any] | None) -> Server:
-        args = ["--max-num-batched-tokens", "128", "--block-size", str(block_size)]
-        return vllm_server(wide_model, tp=tp, kv_transfer_config=transfer, name=name, in_core=tp == 1, args=args)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One vLLM, and a pair with the same model."""
 
-    plain = start("wide-reference", 32, 1, None)
-    prefill = start("wide-prefill", 64, 1, connector("kv_producer"))
-    decode = start("wide-decode", 32, 2, connector("kv_consumer", {"join_on_request": True}))
-    for server in (plain, prefill, decode):
-        server.wait_ready()
-    router = route(prefill=[prefill], decode=[decode], name="wide-route").wait_ready()
-    expected = await answers(plain.url, prompts.values())
-    assert len({one.token_ids for one in expected}) == len(expected), "a prompt's answer depends on the prompt"
-    assert await answers(router.url, prompts.values()) == expected
-    assert sample(kvferry_metrics(prefill), "kvferry_transferred_bytes_total") == sum(
-        2 * 4 * 2 * (64 * length + 5 * 32 * min(length, 64)) for length in prompts
+    plain: Server
+    prefill: Server
+    decode: Server
+    router: Server
+
+    async def moved_bytes(self, prompts: Mapping[int, str]) -> float:
+        """Return the bytes that the pair transfers for the prompts, after it gave the tokens of the one vLLM."""
+        expected = await answers(self.plain.url, prompts.values())
+        assert len({one.token_ids for one in expected}) == len(expected), "a prompt's answer depends on the prompt"
+        assert await answers(self.router.url, prompts.values()) == expected
+        assert_nothing_is_left(self.prefill, self.decode)
+        await asyncio.sleep(1.0)  # what a rank says of itself is half a second old
+        return sample(kvferry_metrics(self.prefill), "kvferry_transferred_bytes_total")
+
+
+Compare = Callable[[Path, tuple[int, int], tuple[int, int]], Compared]
+
+
+@pytest.fixture
+def compare(vllm_server: Callable[..., Server], route: Callable[..., Server]) -> Iterator[Compare]:
+    """Starts the servers for a model. Each side has a TP degree and tokens of a block."""
+    started: list[Server] = []
+
+    def start(name: str, model: Path, side: tuple[int, int], transfer: Mapping[str, Any] | None) -> Server:
+        tp, block_size = side
+        args = ["--max-num-batched-tokens", "128", "--block-size", str(block_size)]
+        name = f"{model.name}-{name}"
+        started.append(vllm_server(model, tp=tp, kv_transfer_config=transfer, name=name, in_core=tp == 1, args=args))
+        return started[-1]
+
+    def compared(model: Path, prefill_side: tuple[int, int], decode_side: tuple[int, int]) -> Compared:
+        plain = start("reference", model, (1, 32), None)
+        prefill = start("prefill", model, prefill_side, connector("kv_producer"))
+        decode = start("decode", model, decode_side, connector("kv_consumer", {"join_on_request": True}))
+        for server in (plain, prefill, decode):
+            server.wait_ready()
+        started.append(route(prefill=[prefill], decode=[decode], name=f"{model.name}-route").wait_ready())
+        return Compared(plain=plain, prefill=prefill, decode=decode, router=started[-1])
+
+    yield compared
+    for server in started:
+        server.kill()
+
+
+async def test_block_tables_with_blocks_of_different_sizes(
+    compare: Compare, wide_model: Path, prompts: Mapping[int, str]
+) -> None:
+    found = compare(wide_model, (1, 64), (2, 32))
+    assert await found.moved_bytes(prompts) == sum(2 * 4 * 2 * (64 * length + 5 * 32 * min(length, 64)) for length in prompts)
+
+
+SIDES = {"tp2-block32-to-tp1-block64": ((2, 32), (1, 64)), "tp1-block64-to-tp2-block32": ((1, 64), (2, 32))}
+
+CHUNK_TOKENS = 64
+LLAMA4 = DemoKind(
+    family="Llama4",
+    config_class="Llama4TextConfig",
+    config={
+        "attention_chunk_size": CHUNK_TOKENS,
+        "no_rope_layer_interval": 4,  # layers with full attention
+        "interleave_moe_layer_step": NUM_LAYERS + 1,  # no layer with experts
+        "intermediate_size_mlp": INTERMEDIATE_SIZE,
+        "use_qk_norm": False,
+    },
+    gains={"q_proj": QUERY_KEY_SCALE, "k_proj": QUERY_KEY_SCALE, "o_proj": ATTENTION_SHARE, "down_proj": MLP_SHARE},
+)
+
+
+@pytest.fixture(scope="module")
+def chunks_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama 4 whose layers attend in chunks of 64 tokens, except every fourth."""
+    return make_demo_model(tmp_path_factory.mktemp("models") / "chunks", kind=LLAMA4)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), SIDES.values(), ids=SIDES)
+async def test_chunked_local_attention(
+    compare: Compare, chunks_model: Path, prompts: Mapping[int, str], prefill: tuple[int, int], decode: tuple[int, int]
+) -> None:
+    """Prompts of 64, 128, 256 and 384 tokens end with a chunk, whose blocks vLLM frees before decode has them.
+
+    The prefix caches of both sides contain whole chunks, so longer prompts begin with hits.
+    """
+    found = compare(chunks_model, prefill, decode)
+    num_full = NUM_LAYERS // 4
+    assert await found.moved_bytes(prompts) == sum(
+        2 * NUM_KV_HEADS * HEAD_DIM * 4 * (num_full * length + (NUM_LAYERS - num_full) * ((length - 1) % CHUNK_TOKENS + 1))
+        for length in prompts
     )
-    assert_nothing_is_left(prefill, decode)
+    hits_before = sample(page(f"{found.decode.url}/metrics"), "vllm:prefix_cache_hits_total")
+    longer = [f"{prompts[length]} {' '.join(prompts[length].split()[: length // 7])}" for length in (64, 384, 513, 600)]
+    assert await answers(found.router.url, longer, at_once=1) == await answers(found.plain.url, longer)
+    assert sample(page(f"{found.decode.url}/metrics"), "vllm:prefix_cache_hits_total") > hits_before
+    assert_nothing_is_left(found.prefill, found.decode)

@@ -32,7 +32,7 @@ from transfer.copy import (
 )
 from transfer.copy.request_tables import DeviceTable, RequestTables
 from transfer.layer_groups import GroupKind
-from transfer.layout import DType, KVLayout, LayerKind, Range, Route, WireBuffer, wire_buffers
+from transfer.layout import LOCAL_KINDS, DType, KVLayout, LayerKind, Range, Route, WireBuffer, wire_buffers
 from transfer.piece import Piece, RankRequest
 from transfer.pool.kv_pool import KVPool
 
@@ -241,7 +241,8 @@ class PieceCopier:
     def _copy_of(self, piece: Piece) -> PieceCopy:
         """Return the copy of the piece, without page tables.
 
-        Tokens count from the first page of the chunk that begins in all groups, or from the state in a group of states.
+        Tokens count from the first page of the chunk that begins in all groups, or from the state in a group of states. With
+        chunked local attention they count from where a chunk of each layer begins, too, so that its rule holds for the count.
         """
         tokens, layers, request = piece.chunk.tokens, piece.chunk.layers, piece.request
         first_token = self._aligned(tokens.begin)
@@ -251,7 +252,7 @@ class PieceCopier:
         return self._planned(number, begin, end, layers.begin, layers.end, end_token)
 
     def _aligned(self, token: int) -> int:
-        """Return the last token up to `token` with which a page of every group begins."""
+        """Return the last token up to `token` with which a page of every group begins, and a chunk of every local layer."""
         return token - token % self._alignment
 
     def _number_of(self, route: Route, dtype: DType, scales: Scales | None) -> int:
@@ -272,12 +273,13 @@ class PieceCopier:
         """Return the shortest prompt in which tokens [begin, end) move as in one of `num_tokens`, so that equal chunks share a
         plan.
 
-        The end of a prompt decides which part of a chunk its windows leave out, and whether states travel with it.
+        The end of a prompt decides which part of a chunk its local layers leave out, and whether states travel with it.
         """
         found = end + 1 if self._has_states and end < num_tokens else end
-        for window in self._windows:
-            if begin + window < num_tokens:
-                found = max(found, min(num_tokens, end + window))
+        for spec in self._local_layers:
+            first = spec.first_travelling_token(num_tokens)
+            if first > begin:
+                found = max(found, spec.shortest_prompt(min(first, end)))
         return found
 
     def _adopt(self, layout: KVLayout) -> None:
@@ -289,9 +291,10 @@ class PieceCopier:
             for part in self._pool.parts
             for group in (self._pool.group_of(part.layers[0]),)
         }
-        self._alignment = math.lcm(*filter(None, self._page_sizes.values()))
+        self._local_layers = {spec for spec in layout.layers if spec.kind in LOCAL_KINDS}
+        chunk_sizes = {spec.window_tokens for spec in self._local_layers if spec.is_chunked}
+        self._alignment = math.lcm(*filter(None, self._page_sizes.values()), *chunk_sizes)
         self._has_states = any(spec.kind is LayerKind.RECURRENT_STATE for spec in layout.layers)
-        self._windows = {spec.window_tokens for spec in layout.layers if spec.kind is LayerKind.SLIDING_WINDOW}
         self._copiers: dict[tuple[int, Range, DType, FrozenScales], HeadSliceCopier] = {}
         self._ends: dict[tuple[Route, DType, FrozenScales], int] = {}
         # By identity of route and scales. The values keep both, so that no other object gets their identity.
