@@ -124,10 +124,9 @@ FEATURES: Final = (
         name="latents (MLA)",
         nodes=Cell(evidence=_GPU, shown_by=(_KINDS_GPU, _KINDS_NODES, _FAMILIES), accepts=("config deepseek-v3.1",)),
         vllm=Cell(
-            evidence=_SOURCE,
-            shown_by=(_RECORDED, _GPU_MEMORY),
+            evidence=_CPU,
+            shown_by=("tests/vllm/test_latents.py::test_tokens_and_bytes", _RECORDED, _GPU_MEMORY),
             accepts=("mla", "mla-tp2"),
-            remark="layers recorded from vLLM on CPUs",
         ),
         sglang=Cell(evidence=_SOURCE, shown_by=(f"{_POOLS}test_latents",), accepts=("mla",)),
         nixl=Nixl(verdict="yes", found_in=PAGE),
