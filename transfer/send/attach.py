@@ -28,7 +28,7 @@ from transfer.registry.heartbeat_timer import HeartbeatTimer
 from transfer.registry.options import limit_of_files, most_sessions
 from transfer.send.loop import SenderLoop
 from transfer.transport.base import Session
-from transfer.transport.probe import ProbePlan, probe_link
+from transfer.transport.probe import ProbePlan, host_copy_bytes_per_s, probe_link
 
 ATTACH_TIMEOUT_S = 10.0
 COLLECT_S = 0.1  # the tasks of a session that was closed have ended by then
@@ -244,12 +244,15 @@ class DecodeSessions:
             except TransportError:
                 self._transport.distrust(session)
                 raise
+            bandwidth = probe.bandwidth_bytes_per_s
+            if self._context.device.type == "cpu":
+                bandwidth = min(bandwidth, await asyncio.to_thread(host_copy_bytes_per_s))
         link = Link(
             prefill_rank=self._context.rank,
             decode_rank=decode_rank,
             lane=probe.lane,
             latency_s=probe.latency_s,
-            bandwidth_bytes_per_s=probe.bandwidth_bytes_per_s,
+            bandwidth_bytes_per_s=bandwidth,
             obstacle=session.obstacle,
         )
         floor = self._context.transport_config.min_bandwidth_bytes_per_s

@@ -9,6 +9,9 @@ expects the most writes that a burst can have. The writer declines those that it
 end the probe.
 
 The probe uses keys from `FIRST_PROBE_KEY` in both directions; grants use keys below.
+
+The bytes of a probe fit into a processor's caches, and those of a request do not. So if pools are in host memory, callers limit
+the bandwidth to `host_copy_bytes_per_s`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
 
 from transfer.errors import ConfigError, TransportTimeout
 from transfer.transport.base import FIRST_PROBE_KEY, ByteRange, Handle, LocalMemory, Session
@@ -34,6 +40,8 @@ _BURST_S = 4e-3
 of a burst is off by about 20 us: on a link of 400 GB/s a tenth of 16 writes of 4 MiB, a fortieth of 64."""
 _MAX_BURSTS_PART = 0.5
 """Maximum part of the time that is left that bursts may take, if each of their writes takes as long as a lone one."""
+_HOST_COPY_BYTES = 32 << 20
+"""Source and target together exceed the last cache level of most processors."""
 _BURST_BELOW = 20
 """Number of latencies. A bulk write that takes longer measures the bandwidth to 5 %, and so does a burst."""
 
@@ -279,6 +287,19 @@ async def _bulk_in_bursts_s(prober: _Prober, bursts: list[_Step], num_writes: in
     burst_s = min([await prober.send(burst, num_writes) for burst in bursts])
     # At least half of its share: a lone write that was slow by chance must not make the bandwidth infinite.
     return max((burst_s - lone_s) / max(num_writes - 1, 1), 0.5 * burst_s / num_writes)
+
+
+@cache
+def host_copy_bytes_per_s() -> float:
+    """Return the bandwidth of a copy by one thread in host memory. The first call takes about 30 ms, and 64 MiB meanwhile."""
+    source, target = np.ones(_HOST_COPY_BYTES, np.uint8), np.zeros(_HOST_COPY_BYTES, np.uint8)
+    target.fill(1)  # zeros are mapped when they are written first
+    elapsed_s = []
+    for _ in range(2):
+        begun = time.perf_counter()
+        np.copyto(target, source)
+        elapsed_s.append(time.perf_counter() - begun)
+    return _HOST_COPY_BYTES / min(elapsed_s)
 
 
 async def serve_probe(
