@@ -144,9 +144,10 @@ FEATURES: Final = (
             shown_by=(
                 "tests/vllm/test_windows.py::test_tokens_and_bytes_of_windows",
                 "tests/vllm/test_windows.py::test_block_tables_with_blocks_of_different_sizes",
+                "tests/vllm/test_windows.py::test_attention_sinks",
                 f"{_LAYOUT}test_windows_with_block_tables_of_their_own",
             ),
-            accepts=("gemma3-groups", "gemma4-groups", "mistral-window-groups"),
+            accepts=("gemma3-groups", "gemma4-groups", "gpt-oss-groups", "mistral-window-groups"),
             refuses=("windows in pipeline stages",),
             remark="the last window; not with pipeline stages",
         ),

@@ -54,6 +54,7 @@ WINDOWS: dict[str, Any] = {"sliding_window": 64, "num_hidden_layers": 6, "num_ke
 CHUNKS: dict[str, Any] = {
     "attention_chunk_size": 64, "interleave_moe_layer_step": 5, "intermediate_size_mlp": 64, "num_key_value_heads": 2,
 }  # fmt: skip
+SINKS: dict[str, Any] = {"sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
 WIDE_HEADS: dict[str, Any] = {"global_head_dim": 64, "hidden_size_per_layer_input": 0}
 STATES: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
@@ -108,6 +109,7 @@ CASES = {
     "gemma3-tp2": Case(kind="Gemma3", sizes=WINDOWS, settings={**TP2, "block_size": 32}),
     "gemma3-groups": Case(kind="Gemma3", sizes=WINDOWS, settings={"block_size": 32}, connector=GROUPS),
     "gemma4-groups": Case(kind="Gemma4", sizes=WINDOWS | WIDE_HEADS, settings={"block_size": 32}, connector=GROUPS),
+    "gpt-oss-groups": Case(kind="GptOss", sizes=SINKS, settings={"block_size": 32}, connector=GROUPS),
     "llama4-groups": Case(kind="Llama4", sizes=CHUNKS, settings={"block_size": 32}, connector=GROUPS),
     "mistral-window": Case(kind="Mistral", sizes={"sliding_window": 64}, settings={"block_size": 32}),
     "mistral-window-groups": Case(kind="Mistral", sizes={"sliding_window": 64}, settings={"block_size": 32}, connector=GROUPS),

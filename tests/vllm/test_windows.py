@@ -15,6 +15,7 @@ from typing import Any
 
 import openai
 import pytest
+from safetensors.torch import load_file, save_file
 
 from kvferry.demo.kinds import (
     ATTENTION_SHARE,
@@ -24,6 +25,7 @@ from kvferry.demo.kinds import (
     NUM_KV_HEADS,
     NUM_LAYERS,
     QUERY_KEY_SCALE,
+    WINDOW_TOKENS,
     DemoKind,
     ModelKind,
 )
@@ -236,23 +238,28 @@ class Compared:
         return sample(kvferry_metrics(self.prefill), "kvferry_transferred_bytes_total")
 
 
-Compare = Callable[[Path, tuple[int, int], tuple[int, int]], Compared]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    tp: int = 1
+    block_size: int
+
+
+Compare = Callable[[Path, Side, Side], Compared]
 
 
 @pytest.fixture
 def compare(vllm_server: Callable[..., Server], route: Callable[..., Server]) -> Iterator[Compare]:
-    """Starts the servers for a model. Each side has a TP degree and tokens of a block."""
+    """Starts the servers for a model."""
     started: list[Server] = []
 
-    def start(name: str, model: Path, side: tuple[int, int], transfer: Mapping[str, Any] | None) -> Server:
-        tp, block_size = side
-        args = ["--max-num-batched-tokens", "128", "--block-size", str(block_size)]
-        name = f"{model.name}-{name}"
-        started.append(vllm_server(model, tp=tp, kv_transfer_config=transfer, name=name, in_core=tp == 1, args=args))
+    def start(name: str, model: Path, side: Side, transfer: Mapping[str, Any] | None) -> Server:
+        args = ["--max-num-batched-tokens", "128", "--block-size", str(side.block_size)]
+        in_core, name = side.tp == 1, f"{model.name}-{name}"
+        started.append(vllm_server(model, tp=side.tp, kv_transfer_config=transfer, name=name, in_core=in_core, args=args))
         return started[-1]
 
-    def compared(model: Path, prefill_side: tuple[int, int], decode_side: tuple[int, int]) -> Compared:
-        plain = start("reference", model, (1, 32), None)
+    def compared(model: Path, prefill_side: Side, decode_side: Side) -> Compared:
+        plain = start("reference", model, Side(block_size=32), None)
         prefill = start("prefill", model, prefill_side, connector("kv_producer"))
         decode = start("decode", model, decode_side, connector("kv_consumer", {"join_on_request": True}))
         for server in (plain, prefill, decode):
@@ -268,11 +275,49 @@ def compare(vllm_server: Callable[..., Server], route: Callable[..., Server]) ->
 async def test_block_tables_with_blocks_of_different_sizes(
     compare: Compare, wide_model: Path, prompts: Mapping[int, str]
 ) -> None:
-    found = compare(wide_model, (1, 64), (2, 32))
+    found = compare(wide_model, Side(block_size=64), Side(tp=2, block_size=32))
     assert await found.moved_bytes(prompts) == sum(2 * 4 * 2 * (64 * length + 5 * 32 * min(length, 64)) for length in prompts)
 
 
-SIDES = {"tp2-block32-to-tp1-block64": ((2, 32), (1, 64)), "tp1-block64-to-tp2-block32": ((1, 64), (2, 32))}
+SIDES = {
+    "tp2-block32-to-tp1-block64": (Side(tp=2, block_size=32), Side(block_size=64)),
+    "tp1-block64-to-tp2-block32": (Side(block_size=64), Side(tp=2, block_size=32)),
+}
+
+SINKS = DemoKind(
+    family="GptOss",
+    config_class="GptOssConfig",
+    config={
+        "hidden_size": 384,
+        "sliding_window": WINDOW_TOKENS,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 4096,
+    },
+    gains={"q_proj": QUERY_KEY_SCALE, "k_proj": QUERY_KEY_SCALE, "o_proj": ATTENTION_SHARE},
+)
+
+
+@pytest.fixture(scope="module")
+def sinks_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-OSS with attention sinks, whose every second layer has a window of 64 tokens."""
+    model = make_demo_model(tmp_path_factory.mktemp("models") / "sinks", kind=SINKS)
+    tensors = load_file(model / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("bias"):
+            tensor.zero_()  # those of the recipe outweigh the prompt
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize(("prefill", "decode"), SIDES.values(), ids=SIDES)
+async def test_attention_sinks(
+    compare: Compare, sinks_model: Path, prompts: Mapping[int, str], prefill: Side, decode: Side
+) -> None:
+    """Sinks are weights, so no KV is moved for them."""
+    found = compare(sinks_model, prefill, decode)
+    assert await found.moved_bytes(prompts) == moved_bytes(sinks_model, list(prompts))
+
 
 CHUNK_TOKENS = 64
 LLAMA4 = DemoKind(
@@ -297,7 +342,7 @@ def chunks_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("prefill", "decode"), SIDES.values(), ids=SIDES)
 async def test_chunked_local_attention(
-    compare: Compare, chunks_model: Path, prompts: Mapping[int, str], prefill: tuple[int, int], decode: tuple[int, int]
+    compare: Compare, chunks_model: Path, prompts: Mapping[int, str], prefill: Side, decode: Side
 ) -> None:
     """Prompts of 64, 128, 256 and 384 tokens end with a chunk, whose blocks vLLM frees before decode has them.
 
