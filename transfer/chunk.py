@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, overload
 
@@ -111,7 +111,7 @@ class Chunks(Sequence[Chunk]):
         bounds = {0, 1, self.num_ranges - 1, self.num_ranges} if plan.token_layers else {0, self.num_ranges}
         first_index = 0
         for begin, end in pairwise(sorted(bounds)):
-            layers = plan.layers_of(len(self._tokens(begin)), num_layers)
+            layers = plan.layers_of(len(self.tokens_of(begin)), num_layers)
             groups = tuple(Range(begin=one, end=min(num_layers, one + layers)) for one in range(0, num_layers, layers))
             end_index = first_index + (end - begin) * len(groups)
             self.ranges.append(_Ranges(begin=begin, end=end, groups=groups, first_index=first_index, end_index=end_index))
@@ -150,7 +150,7 @@ class Chunks(Sequence[Chunk]):
         at, group = divmod(index - one.first_index, len(one.groups))
         return place, one.begin + at, group
 
-    def _tokens(self, number: int) -> Range:
+    def tokens_of(self, number: int) -> Range:
         """Return the tokens of a token range."""
         begin = (self._first_range + number) * self._plan.chunk_tokens
         end = min(self._num_tokens, begin + self._plan.chunk_tokens)
@@ -158,7 +158,7 @@ class Chunks(Sequence[Chunk]):
 
     def _make(self, index: int) -> Chunk:
         place, number, group = self.place_of(index)
-        return Chunk(index=index, tokens=self._tokens(number), layers=self.ranges[place].groups[group])
+        return Chunk(index=index, tokens=self.tokens_of(number), layers=self.ranges[place].groups[group])
 
 
 def split_into_chunks(plan: ChunkPlan, *, num_tokens: int, num_layers: int, start_token: int = 0) -> Chunks:
@@ -183,12 +183,17 @@ class Pieces:
     """
 
     def __init__(self, chunks: Chunks, layout: KVLayout, route: Route, *, num_tokens: int, dtype: DType) -> None:
-        self._chunks, self._num_tokens = chunks, num_tokens
+        self._chunks, self._route, self._num_tokens = chunks, route, route.own_count(num_tokens)
         self._rates = [[payload_rates(layout, route, layers, dtype) for layers in one.groups] for one in chunks.ranges]
         # The payload of a group of layers begins at one token. Its pieces are the chunks from that token range on.
         self._first_ranges = [[chunks.range_of(rates.first_token(num_tokens)) for rates in of_one] for of_one in self._rates]
+        # Token ranges without a token of the route. A sharded route has no windows.
+        self._empty: frozenset[int] = frozenset()
+        if route.token_shard is not None:
+            numbers = range(chunks.num_ranges)
+            self._empty = frozenset(number for number in numbers if not len(route.own_tokens(chunks.tokens_of(number))))
         self._len = sum(
-            max(0, one.end - max(one.begin, first))
+            max(0, one.end - max(one.begin, first)) - sum(max(one.begin, first) <= number < one.end for number in self._empty)
             for one, of_one in zip(chunks.ranges, self._first_ranges, strict=True)
             for first in of_one
         )
@@ -216,14 +221,14 @@ class Pieces:
 
     def _is_piece(self, index: int) -> bool:
         place, number, group = self._chunks.place_of(index)
-        return self._first_ranges[place][group] <= number
+        return self._first_ranges[place][group] <= number and number not in self._empty
 
     def num_slices(self, chunk: Chunk) -> int:
         """Return the writes that a piece would take as token x layer x K/V slices."""
-        return self._rates_of(chunk).num_slices(chunk.tokens, self._num_tokens)
+        return self._rates_of(chunk).num_slices(self._route.own_tokens(chunk.tokens), self._num_tokens)
 
     def _size_of(self, chunk: Chunk) -> int:
-        return self._rates_of(chunk).num_bytes(chunk.tokens, self._num_tokens)
+        return self._rates_of(chunk).num_bytes(self._route.own_tokens(chunk.tokens), self._num_tokens)
 
     def _rates_of(self, chunk: Chunk) -> PayloadRates:
         place, _, group = self._chunks.place_of(chunk.index)
@@ -235,8 +240,11 @@ def largest_wire_bytes(plan: ChunkPlan, layout: KVLayout, routes: Iterable[Route
 
     Ring and staging slots must hold it. `dtype` is the element type on the wire.
     """
-    # Prompts of one chunk: any other chunk with as many layers has the same pieces, or smaller ones behind a window.
-    every = list(routes)
+    # Prompts of one chunk: any other chunk with as many layers has the same pieces, or smaller ones behind a window. Of a token
+    # shard, most tokens are in a chunk that begins with it.
+    every = [
+        replace(route, token_shard=None if route.token_shard is None else replace(route.token_shard, index=0)) for route in routes
+    ]
     return max((_largest_of(plan, layout, every, dtype, most) for most in _most_tokens(plan, layout.num_layers)), default=0)
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from transfer.chunk import ChunkPlan
 from transfer.errors import LayoutError
-from transfer.layout import DType, KVLayout, Shard, named_differences, wire_dtype
+from transfer.layout import DType, KVLayout, Shard, dcp_differences, named_differences, wire_dtype
 from transfer.ring import ALIGNMENT_BYTES
 
 CAPABILITIES: Final = frozenset(
@@ -31,6 +31,7 @@ CAPABILITIES: Final = frozenset(
         "room_in_stream",
         "selective_release",
         "token_layers",
+        "token_shards",
         "undrain",
     }
 )
@@ -50,6 +51,7 @@ layer_groups, resend_once and selective_release.
 - room_in_stream: a prefill side supports `PrefillIntoRoom`, and then does not call `Reserve`.
 - selective_release: watermarks name released ranges above their position, which the writer may use again at once.
 - token_layers: a decode side divides requests as `ChunkPlan.token_layers` says.
+- token_shards: a side knows decode context parallelism (`Shard.dcp_size`).
 - undrain: a decode side is told in its join that the prefill side takes requests again.
 """
 
@@ -102,6 +104,7 @@ class Instance:
             raise LayoutError(f"digests is {_shown(self.digests)}; it must name one or more, each once")
         if not self.protocol_versions or list(self.protocol_versions) != sorted(set(self.protocol_versions)):
             raise LayoutError(f"protocol_versions is {_shown(self.protocol_versions)}; it must name one or more, ascending")
+        self.shard.check_dcp(self.layout)
         self.shard.layers(self.layout)  # reject a stage list that does not fit the model here, not at the first route
         if self.kv_scales:
             self._check_scales()
@@ -275,6 +278,7 @@ def check_compatible(prefill: Instance, decode: Instance) -> Agreement:
         differences.append(f"protocol_versions: {_listed(prefill.protocol_versions)} != {_listed(decode.protocol_versions)}")
     if prefill.attention and "attention_in_keys" not in decode.capabilities:
         differences.append(f"attention: {_shown((prefill.attention,))} != () (the decode side is older than attention_in_keys)")
+    differences += _dcp_differences(prefill, decode)
     if not differences:
         try:
             wire_dtype(prefill.layout, prefill.shard, decode.shard)
@@ -309,6 +313,15 @@ def conversion_scales(own: Instance, peer: Instance) -> dict[tuple[int, bool], f
         if spec.dtype is None
         for is_v in ((False, True) if spec.v_head_dim else (False,))
     }
+
+
+def _dcp_differences(prefill: Instance, decode: Instance) -> list[str]:
+    """Return differences of decode context parallelism. A side that does not know it would send or expect every token."""
+    for name, old, other in (("prefill", prefill, decode), ("decode", decode, prefill)):
+        if other.shard.dcp_size > 1 and "token_shards" not in old.capabilities:
+            sizes = f"{prefill.shard.dcp_size} != {decode.shard.dcp_size}"
+            return [f"dcp_size: {sizes} (the {name} side is older than token_shards)"]
+    return dcp_differences(prefill.shard, decode.shard)
 
 
 def _scale_differences(prefill: Instance, decode: Instance) -> list[str]:

@@ -107,6 +107,31 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenShard:
+    """The tokens of one rank with decode context parallelism (DCP): interleaves `index`, `index + size`, and so on.
+
+    An interleave is `interleave_tokens` consecutive tokens of a request. The shard numbers its tokens from 0 on, without gaps.
+    Any consecutive tokens of a request are therefore consecutive in the shard.
+
+    Source: vLLM 0.32, ``v1/attention/backends/utils.py`` (`get_dcp_local_seq_lens`) and ``v1/worker/gpu/block_table.py``.
+    """
+
+    size: int
+    index: int
+    interleave_tokens: int
+
+    def count(self, num_tokens: int) -> int:
+        """Return the number of a request's first `num_tokens` tokens that are in the shard."""
+        rounds, rest = divmod(num_tokens, self.size * self.interleave_tokens)
+        return rounds * self.interleave_tokens + min(max(0, rest - self.index * self.interleave_tokens), self.interleave_tokens)
+
+    def token(self, number: int) -> int:
+        """Return the request's token that has this number in the shard."""
+        rounds, rest = divmod(number, self.interleave_tokens)
+        return (rounds * self.size + self.index) * self.interleave_tokens + rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """KV of one layer.
 
@@ -256,6 +281,9 @@ class Shard:
         dtype: Element type of this rank's pool; None means the layout's.
         order: Order of the dimensions inside a page.
         stage_layers: Layers per pipeline stage, if they are not spread evenly (sum = layers of the model).
+        dcp_size: Decode context parallel degree. Of the consecutive TP ranks that share a KV head, each keeps a `TokenShard`. All
+            layers then keep K and V, or a latent, of every token.
+        interleave_tokens: Tokens of an interleave; without effect if `dcp_size` is 1.
     """
 
     tp_size: int = 1
@@ -266,6 +294,8 @@ class Shard:
     dtype: DType | None = None
     order: TokenOrder = TokenOrder.NHD
     stage_layers: tuple[int, ...] | None = None
+    dcp_size: int = 1
+    interleave_tokens: int = 1
 
     def __post_init__(self) -> None:
         for name, rank, size in (("tp", self.tp_rank, self.tp_size), ("pp", self.pp_rank, self.pp_size)):
@@ -281,6 +311,14 @@ class Shard:
             raise LayoutError(f"stage_layers has {len(self.stage_layers)} entries; pp_size is {self.pp_size}")
         if self.stage_layers is not None and min(self.stage_layers) < 0:
             raise LayoutError(f"stage_layers is {self.stage_layers}; no stage can have fewer than 0 layers")
+        if self.dcp_size < 1 or self.tp_size % self.dcp_size:
+            raise LayoutError(f"dcp_size is {self.dcp_size}; it must divide tp_size, {self.tp_size}")
+        if self.interleave_tokens < 1:
+            raise LayoutError(f"interleave_tokens is {self.interleave_tokens}; it must be at least 1")
+
+    @property
+    def dcp_rank(self) -> int:
+        return self.tp_rank % self.dcp_size
 
     @property
     def rank(self) -> int:
@@ -322,6 +360,19 @@ class Shard:
             base, extra = divmod(layout.num_layers, self.pp_size)
             ends = tuple(stage * base + min(stage, extra) for stage in range(1, self.pp_size + 1))
         return tuple(Range(begin=begin, end=end) for begin, end in zip((0, *ends), ends, strict=False))
+
+    def check_dcp(self, layout: KVLayout) -> None:
+        """Raise LayoutError if decode context parallelism cannot divide the tokens of a layer."""
+        if self.dcp_size == 1:
+            return
+        for layer, spec in enumerate(layout.layers):
+            if spec.kind not in (LayerKind.ATTENTION, LayerKind.MLA):
+                raise LayoutError(f"dcp_size is {self.dcp_size}; it must be 1, because layer {layer} is of kind {spec.kind}")
+            if self.dcp_size > (most := max(1, self.tp_size // spec.num_kv_heads)):
+                raise LayoutError(
+                    f"dcp_size is {self.dcp_size}; it can be at most {most}: layer {layer} has {spec.num_kv_heads} KV heads on "
+                    f"{self.tp_size} TP ranks"
+                )
 
     def heads(self, num_kv_heads: int) -> Range:
         """Return the global KV heads of this rank. With more ranks than heads, consecutive ranks share one (divide, never
@@ -365,6 +416,9 @@ class Route:
     Models that alternate between kinds of layers have different numbers of KV heads in them. `num_kv_heads` selects the layers of
     the span; None means all. There is one route for each number, not for each run of layers, because a route is a write per
     chunk.
+
+    With decode context parallelism, `token_shard` selects the tokens that both ranks keep; None means all. Payloads and page
+    tables count these tokens only, see `own_tokens`.
     """
 
     index: int
@@ -373,6 +427,17 @@ class Route:
     layers: Range
     heads: HeadSlice
     num_kv_heads: int | None = None
+    token_shard: TokenShard | None = None
+
+    def own_count(self, num_tokens: int) -> int:
+        """Return the number of a request's first `num_tokens` tokens that travel on this route."""
+        return num_tokens if self.token_shard is None else self.token_shard.count(num_tokens)
+
+    def own_tokens(self, tokens: Range) -> Range:
+        """Return those of a request's `tokens` that travel on this route, by their numbers in its `token_shard`."""
+        if self.token_shard is None:
+            return tokens
+        return Range(begin=self.own_count(tokens.begin), end=self.own_count(tokens.end))
 
     def layers_in(self, layout: KVLayout, layers: Range) -> Sequence[int]:
         """Return those of `layers` that travel on this route."""
@@ -386,8 +451,10 @@ class Route:
 def routes(layout: KVLayout, prefill: Shard, decode: Shard) -> tuple[Route, ...]:
     """Return all routes between two instances of one model.
 
-    Every (layer, head) of every decode rank is covered exactly once. If several prefill ranks hold the same head, one of them
+    Every (layer, head, token) of every decode rank is covered exactly once. If several prefill ranks hold the same, one of them
     sends it, and the load is spread evenly over the replicas. The rank numbers in `prefill` and `decode` do not matter.
+
+    The two must pass `dcp_differences` and, with the layout, `Shard.check_dcp`.
     """
     found: list[Route] = []
     wanted, held = decode.stages(layout), prefill.stages(layout)
@@ -397,7 +464,7 @@ def routes(layout: KVLayout, prefill: Shard, decode: Shard) -> tuple[Route, ...]
             common = wanted[target.pp_rank].intersect(held_layers)
             spans = _spans_of_equal_heads(layout, common)
             for num_heads, layers in spans.items():
-                for prefill_rank, heads in _sources(num_heads, prefill, stage, target):
+                for prefill_rank, heads, token_shard in _sources(num_heads, prefill, stage, target):
                     found.append(
                         Route(
                             index=len(found),
@@ -406,6 +473,7 @@ def routes(layout: KVLayout, prefill: Shard, decode: Shard) -> tuple[Route, ...]
                             layers=layers,
                             heads=heads,
                             num_kv_heads=num_heads if len(spans) > 1 else None,
+                            token_shard=token_shard,
                         )
                     )
     return tuple(found)
@@ -429,25 +497,54 @@ def _spans_of_equal_heads(layout: KVLayout, layers: Range) -> dict[int, Range]:
     return spans
 
 
-def _sources(num_heads: int, prefill: Shard, stage: int, target: Shard) -> list[tuple[int, HeadSlice]]:
-    """Return the prefill ranks of one stage that cover the target's heads, one replica per head."""
+def _sources(num_heads: int, prefill: Shard, stage: int, target: Shard) -> list[tuple[int, HeadSlice, TokenShard | None]]:
+    """Return the prefill ranks of one stage that cover the target's heads and tokens, one replica for each."""
     wanted = target.heads(num_heads)
-    holders: dict[int, list[int]] = {}
+    holders: dict[tuple[int, int], list[int]] = {}
     for tp_rank in _ranks_with(wanted, prefill.tp_size, num_heads):
         first_head = _heads_of(tp_rank, prefill.tp_size, num_heads).begin
-        holders.setdefault(first_head, []).append(stage * prefill.tp_size + tp_rank)
-    sources: list[tuple[int, HeadSlice]] = []
-    for replicas in holders.values():
-        held = _heads_of(replicas[0] % prefill.tp_size, prefill.tp_size, num_heads)
+        holders.setdefault((first_head, tp_rank % prefill.dcp_size), []).append(tp_rank)
+    sources: list[tuple[int, HeadSlice, TokenShard | None]] = []
+    for (_, dcp_rank), replicas in holders.items():
+        if (dcp_rank - target.dcp_rank) % min(prefill.dcp_size, target.dcp_size):
+            continue  # the two have no token in common
+        held = _heads_of(replicas[0], prefill.tp_size, num_heads)
         part = held.intersect(wanted)
         # The decode ranks that want one head are consecutive; spreading them proportionally over its replicas keeps the load
         # within one of even, and joins equal cuts rank by rank.
         sharers = _sharers(num_heads, part.begin, target)
-        rank = replicas[(target.tp_rank - sharers.begin) * len(replicas) // len(sharers)]
-        sources.append(
-            (rank, HeadSlice(source_start=part.begin - held.begin, target_start=part.begin - wanted.begin, count=len(part)))
-        )
+        replica = replicas[(target.tp_rank - sharers.begin) * len(replicas) // len(sharers)]
+        heads = HeadSlice(source_start=part.begin - held.begin, target_start=part.begin - wanted.begin, count=len(part))
+        sources.append((stage * prefill.tp_size + replica, heads, _common_tokens(prefill, dcp_rank, target)))
     return sources
+
+
+def _common_tokens(prefill: Shard, dcp_rank: int, target: Shard) -> TokenShard | None:
+    """Return the tokens of a prefill rank that the target keeps too: all those of the rank with the larger DCP size."""
+    finer, index = (prefill, dcp_rank) if prefill.dcp_size > target.dcp_size else (target, target.dcp_rank)
+    if finer.dcp_size == 1:
+        return None
+    return TokenShard(size=finer.dcp_size, index=index, interleave_tokens=finer.interleave_tokens)
+
+
+def dcp_differences(prefill: Shard, decode: Shard) -> list[str]:
+    """Return why tokens cannot travel between the two, as phrases with both values; empty if they can.
+
+    With different DCP sizes, a rank of the smaller one keeps the interleaves of several ranks of the other. Such a part is copied
+    as whole pages, so an interleave must be whole pages there.
+    """
+    coarser, finer = sorted((prefill, decode), key=lambda side: side.dcp_size)
+    sizes = f"dcp_size: {prefill.dcp_size} != {decode.dcp_size}"
+    if finer.dcp_size % coarser.dcp_size:
+        return [f"{sizes} (one must divide the other)"]
+    if coarser.dcp_size > 1 and coarser.interleave_tokens != finer.interleave_tokens:
+        return [f"interleave_tokens: {prefill.interleave_tokens} != {decode.interleave_tokens} (DCP on both sides)"]
+    if coarser.dcp_size != finer.dcp_size and finer.interleave_tokens % coarser.page_size:
+        return [
+            f"{sizes} (the interleave of {finer.interleave_tokens} tokens must then be a multiple of the other side's page_size, "
+            f"{coarser.page_size})"
+        ]
+    return []
 
 
 def _ranks_with(heads: Range, tp_size: int, num_heads: int) -> range:
@@ -509,8 +606,8 @@ def wire_buffers(
     with the request's last tokens. Empty if chunk and route share nothing.
 
     Args:
-        tokens, layers: Ranges of the chunk; layers are global.
-        num_tokens: Tokens of the whole prompt.
+        tokens, layers: Ranges of the chunk; layers are global. Tokens are those of `Route.own_tokens`.
+        num_tokens: Tokens of the whole prompt, likewise.
         dtype: Element type on the wire, see `wire_dtype`.
     """
     buffers: list[WireBuffer] = []
@@ -560,6 +657,7 @@ class _WindowRate:
 class PayloadRates:
     """The payload of some layers on one route, for any part of any prompt. Create one with `payload_rates`.
 
+    All tokens are those of `Route.own_tokens`.
     Recurrent states travel with the last token of a prompt, and each window or chunk with the tokens that it still reaches.
     """
 

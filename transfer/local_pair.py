@@ -20,7 +20,7 @@ from transfer.copy.digest import DIGEST_XXH3
 from transfer.errors import ConfigError, LayoutError, TransferAborted, TransferError
 from transfer.instance import Instance
 from transfer.layer_groups import GroupKind
-from transfer.layout import Route, Shard, routes, wire_dtype
+from transfer.layout import Route, Shard, dcp_differences, routes, wire_dtype
 from transfer.messages import PROTOCOL_VERSIONS
 from transfer.metrics import RankMetrics
 from transfer.piece import RankRequest, SessionRoute, TransferTerms
@@ -248,6 +248,10 @@ class LocalPair:
                 raise LayoutError("the pools have different layouts; both tiers must hold the KV of the same model")
         self.plan = ChunkPlan(chunk_tokens=128) if plan is None else plan
         """How requests are divided."""
+        for shard in (prefill, decode):
+            shard.check_dcp(self.layout)
+        if differences := dcp_differences(prefill, decode):
+            raise LayoutError(f"the tiers do not fit: {'; '.join(differences)}")
         self._routes = routes(self.layout, prefill, decode)
         self._dtype = wire_dtype(self.layout, prefill, decode)
         self._pools = {"prefill": tuple(prefill_pools), "decode": tuple(decode_pools)}
@@ -386,7 +390,7 @@ def _check_tables(name: str, tables: Tables, pools: Sequence[KVPool], num_tokens
             where = f"{name}[{rank}][{index}]"
             if isinstance(table, int):
                 raise LayoutError(f"{where} is the number {table}; it must be the page table of group {group.name}")
-            needed = 1 if group.kind is GroupKind.STATE else -(-num_tokens // pool.page_size)
+            needed = 1 if group.kind is GroupKind.STATE else -(-num_tokens // (pool.page_size * pool.shard.dcp_size))
             if len(table) < needed:
                 raise LayoutError(f"{where} has {len(table)} pages; {num_tokens} tokens of group {group.name} need {needed}")
             if (wrong := next((page for page in table[:needed] if not 0 <= page < num_pages), None)) is not None:

@@ -181,6 +181,7 @@ def _set(path: str, value: Any) -> Callable[[Any], None]:
         (_set("layout.runs.0.num_layers", 4097), "runs have 4097 layers"),
         (_set("shard.tp_size", 1025), "tp_size is 1025, pp_size 1; an instance has at most 1024 ranks"),
         (lambda info: info.shard.stage_layers.append(7), "add up to 7"),
+        (_set("shard.dcp_size", 7), "dcp_size is 7; it must divide tp_size"),
         (lambda info: info.capabilities.append("a" * 257), "capabilities has a text of 257 characters; it can have 256"),
         (lambda info: info.kv_scales.append(pb.KVScales(k=1, v=1)), "kv_scales has 1 entries; a pool of float32 has none"),
         (lambda info: info.Clear(), "layout"),

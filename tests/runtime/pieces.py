@@ -30,5 +30,6 @@ def piece_of(
         digest="",
         scales=scales,
     )
-    num_bytes = wire_bytes(layout, route, tokens=chunk.tokens, layers=chunk.layers, num_tokens=num_tokens, dtype=dtype)
+    own = route.own_tokens(chunk.tokens)
+    num_bytes = wire_bytes(layout, route, tokens=own, layers=chunk.layers, num_tokens=route.own_count(num_tokens), dtype=dtype)
     return Piece(request=request, route=route, session=1, chunk=chunk, num_bytes=num_bytes)

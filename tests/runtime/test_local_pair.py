@@ -127,3 +127,21 @@ async def test_pools_that_are_no_tier_are_rejected() -> None:
     ):
         with pytest.raises((ConfigError, LayoutError), match=message):
             LocalPair(wrong, targets)
+
+
+async def test_tokens_that_ranks_divide() -> None:
+    """21 tokens on two ranks with interleaves of 8, of which the second one has 8: they fit one page on each."""
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, dtype=DType.FLOAT16)
+    divided = Shard(tp_size=2, dcp_size=2, interleave_tokens=8, page_size=16)
+    sources, targets = pools_of(divided, 1, layout), pools_of(Shard(page_size=8), 3, layout)
+    k = torch.arange(84).view(21, 1, 4).half()
+    for pool, tokens in zip(sources, ([*range(8), *range(16, 21)], [*range(8, 16)]), strict=True):
+        pool.write(0, torch.arange(len(tokens)), k[tokens], -k[tokens])
+    async with asyncio.timeout(WITHIN_S), LocalPair(sources, targets) as pair:
+        await pair.transfer("a", num_tokens=21, prefill_tables=[[[0]]] * 2, decode_tables=[[[2, 0, 1]]])
+    found = targets[0].read(0, slots_of([2, 0, 1], 8, 21))
+    assert torch.equal(found[0], k) and torch.equal(found[1], -k)
+    with pytest.raises(LayoutError, match=r"the tiers do not fit: dcp_size: 2 != 1 \(the interleave of 8 tokens"):
+        LocalPair(sources, pools_of(Shard(page_size=16), 2, layout))
+    with pytest.raises(LayoutError, match="dcp_size is 2; it can be at most 1: layer 0 has 4 KV heads"):
+        LocalPair(pools_of(divided, 1), pools_of(Shard(), 1))

@@ -5,25 +5,33 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.adapters.vllm_slots import kept_tokens
 from tests.runtime.pieces import piece_of
 from tests.runtime.scattered_tiers import HYBRID, GroupPages
 from transfer.chunk import Chunk, ChunkPlan, Pieces, split_into_chunks
 from transfer.copy import Digest, Kernels
 from transfer.copy.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest, digest
-from transfer.copy.piece_copier import PieceCopier
+from transfer.copy.piece_copier import PagesOfPart, PieceCopier
+from transfer.copy.request_tables import RequestTables
 from transfer.copy.torch_copy import TorchCopier
+from transfer.errors import LayoutError
 from transfer.layer_groups import PageNeeds, layer_groups
 from transfer.layout import (
     DType,
     KVLayout,
+    LayerKind,
+    LayerSpec,
     Range,
     Route,
     Shard,
     TokenOrder,
+    TokenShard,
+    dcp_differences,
     routes,
     wire_buffers,
     wire_dtype,
@@ -107,6 +115,115 @@ def test_a_prompt_is_carried_over_piece_by_piece(
     prefill: Shard, decode: Shard, plan: ChunkPlan, num_tokens: int, algorithm: str, kernels: Kernels
 ) -> None:
     carry_over(prefill, decode, plan, num_tokens, algorithm=algorithm, kernels=kernels)
+
+
+DIVIDED = KVLayout(
+    layers=(
+        LayerSpec(num_kv_heads=2, k_head_dim=3, v_head_dim=2),
+        LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=4, v_head_dim=0),
+    ),
+    dtype=DType.FLOAT32,
+)
+
+
+class DividedTokens:
+    """The ranks of an instance whose tokens are divided as vLLM divides them. Elements that hold no token are -1."""
+
+    def __init__(self, shard: Shard, num_tokens: int, *, table: list[int]) -> None:
+        self.shard, self.num_tokens, self.table = shard, num_tokens, table
+        self.pools = [KVPool(layout=DIVIDED, shard=shard.at(rank), num_pages=64) for rank in range(shard.num_ranks)]
+        self.values = [self.values_of(rank, is_filled=False) for rank in range(shard.num_ranks)]
+
+    def values_of(self, rank: int, *, is_filled: bool = True) -> dict[tuple[int, bool], torch.Tensor]:
+        """All elements of a rank, [page, token, head, dim], of each layer's K and V."""
+        pool, found = self.pools[rank], {}
+        for layer, spec in enumerate(DIVIDED.layers):
+            for is_v in (False, True)[: spec.num_buffers]:
+                wanted = torch.full_like(pool.buffer(layer, is_v=is_v), -1)
+                size = self.shard.page_size
+                kept = kept_tokens(pool.shard, self.num_tokens, size).items() if is_filled else ()
+                for token, place in kept:
+                    for head in range(wanted.shape[2]):
+                        number = ((layer * 2 + is_v) * 8 + pool.shard.heads(spec.num_kv_heads).begin + head) * 1000 + token
+                        wanted[self.table[place // size], place % size, head] = number
+                found[layer, is_v] = wanted
+        return found
+
+    def set_to(self, *, is_filled: bool) -> None:
+        for rank, pool in enumerate(self.pools):
+            for (layer, is_v), values in self.values_of(rank, is_filled=is_filled).items():
+                pool.buffer(layer, is_v=is_v).copy_(values)
+
+
+@settings(max_examples=25)
+@given(
+    sizes=st.sampled_from(((1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (1, 4))),
+    tp_sizes=st.sampled_from(((8, 8), (8, 16), (16, 8))),
+    pages_per_interleave=st.integers(1, 3),
+    interleaves_per_block=st.integers(1, 3),
+    page_size=st.integers(1, 5),
+    chunk_tokens=st.integers(1, 40),
+    num_tokens=st.integers(1, 64),
+    kernels=st.sampled_from((Kernels.fastest(torch.device("cpu")), Kernels.TORCH)),
+)
+def test_divided_tokens_arrive_where_vllm_keeps_them(
+    sizes: tuple[int, int],
+    tp_sizes: tuple[int, int],
+    pages_per_interleave: int,
+    interleaves_per_block: int,
+    page_size: int,
+    chunk_tokens: int,
+    num_tokens: int,
+    kernels: Kernels,
+) -> None:
+    """With DCP, a block has whole interleaves. On the side of the smaller size, an interleave has whole blocks."""
+    interleave = pages_per_interleave * page_size
+    blocks = {max(sizes): interleaves_per_block * interleave, min(sizes): interleaves_per_block * interleave}
+    if sizes[0] != sizes[1]:
+        blocks[min(sizes)] = page_size if min(sizes) == 1 else interleave
+    prefill, decode = (
+        Shard(tp_size=tp_size, dcp_size=size, interleave_tokens=interleave, page_size=blocks[size])
+        for tp_size, size in zip(tp_sizes, sizes, strict=True)
+    )
+    assert not dcp_differences(prefill, decode)
+    source = DividedTokens(prefill, num_tokens, table=[(7 * page + 3) % 64 for page in range(64)])
+    target = DividedTokens(decode, num_tokens, table=[(5 * page + 9) % 64 for page in range(64)])
+    source.set_to(is_filled=True)
+    target.set_to(is_filled=False)
+    chunks = split_into_chunks(ChunkPlan(chunk_tokens=chunk_tokens), num_tokens=num_tokens, num_layers=2)
+    ends = [[PieceCopier(pool, is_source=side is source, kernels=kernels) for pool in side.pools] for side in (source, target)]
+    for route in routes(DIVIDED, prefill, decode):
+        for chunk, num_bytes in Pieces(chunks, DIVIDED, route, num_tokens=num_tokens, dtype=DType.FLOAT32):
+            wire = torch.empty(num_bytes, dtype=torch.uint8)
+            piece = piece_of(DIVIDED, route, chunk, num_tokens=num_tokens, dtype=DType.FLOAT32)
+            assert piece.num_bytes == num_bytes
+            ends[0][route.prefill_rank].prepare(piece, [source.table]).gather(wire)
+            ends[1][route.decode_rank].prepare(piece, [target.table]).scatter(wire)
+    for rank, pool in enumerate(target.pools):
+        for (layer, is_v), wanted in target.values_of(rank).items():
+            assert torch.equal(pool.buffer(layer, is_v=is_v), wanted), (rank, layer, is_v)
+
+
+def test_an_interleave_of_other_ranks_must_be_whole_pages() -> None:
+    pool = KVPool(layout=DIVIDED, shard=Shard(page_size=16), num_pages=4)
+    route = routes(DIVIDED, Shard(), Shard(tp_size=4, dcp_size=2, interleave_tokens=8))[0]
+    chunk = split_into_chunks(ChunkPlan(chunk_tokens=32), num_tokens=32, num_layers=2)[0]
+    with pytest.raises(
+        LayoutError, match="pages have 16 tokens; with DCP size 1 here and 2 there, an interleave of 8 tokens must"
+    ):
+        PieceCopier(pool, is_source=True).prepare(piece_of(DIVIDED, route, chunk, num_tokens=32, dtype=DType.FLOAT32), [[0, 1]])
+
+
+def test_a_part_of_a_page_table_grows_with_it() -> None:
+    """Tables on a GPU take each entry once, and check them."""
+    pages = list(range(40, 53))
+    tables = RequestTables(torch.device("cpu"), 64, current_stream=lambda device: 0)
+    for num_known in (3, 9, 13):
+        part = PagesOfPart(pages[:num_known], TokenShard(size=3, index=1, interleave_tokens=2))
+        wanted = [page for entry, page in enumerate(pages[:num_known]) if entry // 2 % 3 == 1]
+        assert [part[entry] for entry in range(len(part))] == list(part) == wanted
+        table = tables.cover("a", part, 0, len(wanted))
+        assert table.use()[: len(wanted)].tolist() == wanted
 
 
 def reference_wire(pages: GroupPages, route: Route, chunk: Chunk, num_tokens: int, dtype: DType, num_bytes: int) -> torch.Tensor:

@@ -47,6 +47,7 @@ def test_two_ranks_of_this_version_fit_and_tell_every_capability() -> None:
         "room_in_stream",
         "selective_release",
         "token_layers",
+        "token_shards",
         "undrain",
     } == CAPABILITIES
 

@@ -160,6 +160,45 @@ def test_the_pieces_of_a_route_are_its_chunks_with_a_payload_and_none_is_larger_
     assert largest_wire_bytes(plan, LAYOUT, (), dtype) == 0
 
 
+@given(
+    plan=st.builds(
+        ChunkPlan, chunk_tokens=st.integers(1, 20), layers_per_group=st.integers(0, 3), token_layers=st.sampled_from((0, 30))
+    ),
+    sizes=st.sampled_from(((1, 2), (2, 1), (2, 2), (2, 4), (4, 4))),
+    interleave=st.integers(1, 9),
+    num_tokens=st.integers(1, 60),
+    start=st.integers(0, 59),
+)
+def test_the_pieces_of_a_route_have_the_tokens_that_both_ranks_keep(
+    plan: ChunkPlan, sizes: tuple[int, int], interleave: int, num_tokens: int, start: int
+) -> None:
+    """With decode context parallelism, a chunk can have no token of a route, also between others that have some."""
+    layout = KVLayout(
+        layers=(LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=3, v_head_dim=0),) * 3, dtype=DType.FLOAT16
+    )
+    prefill, decode = (
+        Shard(tp_size=4, pp_size=stages, dcp_size=size, interleave_tokens=interleave)
+        for size, stages in zip(sizes, (1, 3), strict=True)
+    )
+    found = routes(layout, prefill, decode)
+    chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=3, start_token=min(start, num_tokens - 1))
+    for route in found:
+        assert route.token_shard is not None
+        largest = largest_wire_bytes(plan, layout, [route], DType.FLOAT16)
+        index, size = route.token_shard.index, route.token_shard.size
+        counts = {}
+        for chunk in chunks:
+            tokens = [token for token in range(chunk.tokens.begin, chunk.tokens.end) if token // interleave % size == index]
+            counts[chunk.index] = len(tokens) * len(route.layers.intersect(chunk.layers))
+        pieces = Pieces(chunks, layout, route, num_tokens=num_tokens, dtype=DType.FLOAT16)
+        assert [(chunk.index, num_bytes) for chunk, num_bytes in pieces] == [
+            (number, 6 * count) for number, count in counts.items() if count
+        ]
+        assert len(pieces) == sum(1 for count in counts.values() if count)
+        assert all(pieces.size_of(number) == 6 * count <= largest for number, count in counts.items())
+        assert {chunk.index: pieces.num_slices(chunk) for chunk in chunks} == counts
+
+
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(8, 1), (1, 8)])
 def test_a_long_prompt_costs_no_more_than_a_short_one(prefill_tp: int, decode_tp: int) -> None:
     """A million tokens of a model with sliding windows: their pieces were once counted layer by layer, for seconds."""

@@ -64,6 +64,41 @@ def test_approximate_attention_needs_a_decode_side_that_names_it_in_keys() -> No
     check_compatible(instance(), instance())
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (1, 2), (2, 1)])
+def test_decode_context_parallelism_needs_two_sides_that_know_it(prefill: int, decode: int) -> None:
+    """A release that does not know it would send or expect every token of a rank's heads."""
+    layout = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=8, dtype=DType.FLOAT16)
+
+    def side(dcp_size: int, *capabilities: str) -> Instance:
+        shard = Shard(tp_size=2, dcp_size=dcp_size, interleave_tokens=16)
+        return instance(layout=layout, shard=shard, capabilities=frozenset(capabilities))
+
+    check_compatible(side(prefill, "token_shards"), side(decode, "token_shards"))
+    for known in ((), ("token_shards",)), (("token_shards",), ()):
+        sides = side(prefill, *known[0]), side(decode, *known[1])
+        is_refused = sides[1].shard.dcp_size > 1 if known[1] else sides[0].shard.dcp_size > 1
+        if not is_refused:
+            check_compatible(*sides)
+            continue
+        older = "prefill" if known[1] else "decode"
+        with pytest.raises(
+            LayoutError, match=rf"dcp_size: {prefill} != {decode} \(the {older} side is older than token_shards\)"
+        ):
+            check_compatible(*sides)
+
+
+def test_dcp_sizes_that_do_not_fit_are_named() -> None:
+    layout = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=8, dtype=DType.FLOAT16)
+    prefill, decode = (
+        instance(layout=layout, shard=Shard(tp_size=2, dcp_size=size), capabilities=frozenset({"token_shards"}))
+        for size in (1, 2)
+    )
+    with pytest.raises(LayoutError, match=r"dcp_size: 1 != 2 \(the interleave of 1 tokens"):
+        check_compatible(prefill, decode)
+    with pytest.raises(LayoutError, match="dcp_size is 2; it can be at most 1: layer 0 has 12 KV heads on 2 TP ranks"):
+        instance(shard=Shard(tp_size=2, dcp_size=2))
+
+
 def test_bits_that_travel_as_they_are_need_equal_scales() -> None:
     scaled = instance(shard=FP8, kv_scales=SCALES)
     check_compatible(scaled, instance(shard=Shard(dtype=DType.FLOAT8_E4M3), kv_scales=SCALES))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.adapters.vllm_slots import kept_tokens
 from transfer.errors import LayoutError
 from transfer.layout import (
     DType,
@@ -23,6 +24,8 @@ from transfer.layout import (
     Route,
     Shard,
     TokenOrder,
+    TokenShard,
+    dcp_differences,
     payload_rates,
     routes,
     wire_buffers,
@@ -178,6 +181,122 @@ def test_the_main_case_by_hand() -> None:
         )
         for index in range(4)
     )
+
+
+@st.composite
+def token_shards(draw: st.DrawFn, num_heads: int) -> Shard:
+    dcp_size = draw(st.sampled_from((1, 2, 3, 4, 6)))
+    return Shard(tp_size=dcp_size * num_heads * draw(st.integers(1, 2)), dcp_size=dcp_size)
+
+
+@settings(max_examples=60)
+@given(data=st.data(), num_heads=st.integers(1, 3), interleave=st.integers(1, 6), num_blocks=st.integers(1, 3))
+def test_every_token_comes_from_a_rank_on_which_vllm_keeps_it(
+    data: st.DataObject, num_heads: int, interleave: int, num_blocks: int
+) -> None:
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=num_heads, head_dim=4, dtype=DType.BFLOAT16)
+    prefill, decode = (
+        replace(data.draw(token_shards(num_heads)), interleave_tokens=interleave, page_size=interleave) for _ in range(2)
+    )
+    if dcp_differences(prefill, decode):
+        return
+    num_tokens, block_size = data.draw(st.integers(1, 80)), num_blocks * interleave
+    written: Counter[tuple[int, int]] = Counter()
+    for route in routes(layout, prefill, decode):
+        source, target = prefill.at(route.prefill_rank), decode.at(route.decode_rank)
+        sent, kept = (kept_tokens(one, num_tokens, block_size) for one in (source, target))
+        assert (
+            source.heads(num_heads).begin + route.heads.source_start == target.heads(num_heads).begin + route.heads.target_start
+        )
+        begin = data.draw(st.integers(0, num_tokens))
+        numbers = [route.own_tokens(Range(begin=first, end=end)) for first, end in ((0, begin), (begin, num_tokens))]
+        assert numbers[0].end == numbers[1].begin and numbers[1].end == route.own_count(num_tokens)
+        for number in range(route.own_count(num_tokens)):
+            token = number if route.token_shard is None else route.token_shard.token(number)
+            assert token in sent and token in kept
+            assert route.own_count(token) == number and route.own_count(token + 1) == number + 1
+            for one, places in ((source, sent), (target, kept)):
+                if route.token_shard is not None and one.dcp_size == route.token_shard.size:
+                    assert places[token] == number  # the page table is used as it is
+            for head in range(route.heads.target.begin, route.heads.target.end):
+                written[route.decode_rank * 16 + head, token] += 1
+    assert written == {
+        (rank * 16 + head, token): 1
+        for rank in range(decode.num_ranks)
+        for head in range(len(decode.at(rank).heads(num_heads)))
+        for token in kept_tokens(decode.at(rank), num_tokens, block_size)
+    }
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2), (2, 4)])
+def test_replicas_of_divided_tokens_share_the_load_within_one(sizes: tuple[int, int]) -> None:
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=2, head_dim=4, dtype=DType.BFLOAT16)
+    for prefill_tp, decode_tp in product((8, 16, 24), repeat=2):
+        prefill, decode = (Shard(tp_size=tp, dcp_size=size) for tp, size in zip((prefill_tp, decode_tp), sizes, strict=True))
+        loads: dict[tuple[int, int, int], Counter[int]] = {}
+        for route in routes(layout, prefill, decode):
+            sent, index = prefill.at(route.prefill_rank), 0 if route.token_shard is None else route.token_shard.index
+            head = sent.heads(2).begin
+            replicas = [rank for rank in range(prefill_tp) if prefill.at(rank).heads(2).begin == head]
+            same = [rank for rank in replicas if prefill.at(rank).dcp_rank == sent.dcp_rank]
+            loads.setdefault((head, sent.dcp_rank, index), Counter(dict.fromkeys(same, 0)))[route.prefill_rank] += 1
+        assert all(max(load.values()) - min(load.values()) <= 1 for load in loads.values()), (prefill_tp, decode_tp, loads)
+
+
+def test_equal_dcp_sizes_are_joined_rank_by_rank() -> None:
+    layout = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=4, dtype=DType.BFLOAT16)
+    shard = Shard(tp_size=8, pp_size=2, dcp_size=2, interleave_tokens=16)
+    found = routes(layout, shard, shard)
+    assert [(route.prefill_rank, route.decode_rank) for route in found] == [(rank, rank) for rank in range(16)]
+    assert [route.token_shard for route in found] == [
+        TokenShard(size=2, index=rank % 2, interleave_tokens=16) for rank in range(16)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "named"),
+    [
+        (Shard(), Shard(tp_size=2, dcp_size=2, interleave_tokens=16), []),
+        (Shard(tp_size=4, dcp_size=4, interleave_tokens=32), Shard(tp_size=4, dcp_size=2, interleave_tokens=32), []),
+        (Shard(tp_size=2, dcp_size=2), Shard(tp_size=4, dcp_size=2), []),
+        (
+            Shard(tp_size=3, dcp_size=3, interleave_tokens=16),
+            Shard(tp_size=2, dcp_size=2, interleave_tokens=16),
+            ["dcp_size: 3 != 2 (one must divide the other)"],
+        ),
+        (
+            Shard(tp_size=2, dcp_size=2, interleave_tokens=16),
+            Shard(tp_size=2, dcp_size=2, interleave_tokens=32),
+            ["interleave_tokens: 16 != 32 (DCP on both sides)"],
+        ),
+        (
+            Shard(page_size=16),
+            Shard(tp_size=2, dcp_size=2, interleave_tokens=8),
+            ["dcp_size: 1 != 2 (the interleave of 8 tokens must then be a multiple of the other side's page_size, 16)"],
+        ),
+    ],
+)
+def test_dcp_sizes_that_fit(prefill: Shard, decode: Shard, named: list[str]) -> None:
+    assert dcp_differences(prefill, decode) == named
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "layers", "match"),
+    [
+        (8, (MLA, MHA), "dcp_size is 2; it can be at most 1: layer 1 has 8 KV heads on 8 TP ranks"),
+        (16, (MLA, WINDOW), "dcp_size is 2; it must be 1, because layer 1 is of kind sliding_window"),
+        (16, (STATE,), "dcp_size is 2; it must be 1, because layer 0 is of kind recurrent_state"),
+    ],
+)
+def test_layers_whose_tokens_cannot_be_divided(tp_size: int, layers: tuple[LayerSpec, ...], match: str) -> None:
+    layout = KVLayout(layers=layers, dtype=DType.FLOAT16)
+    Shard(tp_size=tp_size).check_dcp(layout)
+    with pytest.raises(LayoutError, match=match):
+        Shard(tp_size=tp_size, dcp_size=2).check_dcp(layout)
+
+
+def test_layers_whose_tokens_can_be_divided() -> None:
+    Shard(tp_size=16, dcp_size=2).check_dcp(KVLayout(layers=(MHA, MLA), dtype=DType.FLOAT16))
 
 
 ROUTE = Route(
@@ -444,6 +563,9 @@ def test_ranks_are_stage_major() -> None:
         (lambda: KVLayout.uniform(num_layers=10**9, num_kv_heads=1, head_dim=1, dtype=DType.INT8), "num_layers is 1000000000"),
         (lambda: Shard(tp_size=2, tp_rank=2), "tp_rank is 2; with tp_size 2"),
         (lambda: Shard(page_size=0), "page_size is 0"),
+        (lambda: Shard(tp_size=4, dcp_size=3), "dcp_size is 3; it must divide tp_size, 4"),
+        (lambda: Shard(dcp_size=0), "dcp_size is 0"),
+        (lambda: Shard(interleave_tokens=0), "interleave_tokens is 0"),
         (lambda: Shard(pp_size=2, stage_layers=(1,)), "stage_layers has 1 entries; pp_size is 2"),
         (lambda: Shard(pp_size=2, stage_layers=(3, -1)), "fewer than 0 layers"),
         (lambda: Shard(pp_size=2, stage_layers=(3, 2)).layers(KVLayout(layers=(MHA,) * 4, dtype=DType.INT8)), "add up to 5"),

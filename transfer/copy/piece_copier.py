@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import overload
 
 import numpy as np
 import torch
@@ -31,8 +32,9 @@ from transfer.copy import (
     is_add_digest_compiled,
 )
 from transfer.copy.request_tables import DeviceTable, RequestTables
+from transfer.errors import LayoutError
 from transfer.layer_groups import GroupKind
-from transfer.layout import LOCAL_KINDS, DType, KVLayout, LayerKind, Range, Route, WireBuffer, wire_buffers
+from transfer.layout import LOCAL_KINDS, DType, KVLayout, LayerKind, Range, Route, TokenShard, WireBuffer, wire_buffers
 from transfer.piece import Piece, RankRequest
 from transfer.pool.kv_pool import KVPool
 
@@ -133,6 +135,25 @@ def _pages_of(table: Tensor | DeviceTable) -> Tensor:
     return table if isinstance(table, Tensor) else table.use()
 
 
+class PagesOfPart(Sequence[int]):
+    """The entries of a page table that one part of its tokens is in, read when they are needed."""
+
+    def __init__(self, table: Sequence[int], part: TokenShard) -> None:
+        self._table, self._part = table, part
+
+    def __len__(self) -> int:
+        return self._part.count(len(self._table))
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self._table[self._part.token(number)] for number in range(*index.indices(len(self)))]
+        return self._table[self._part.token(index)]
+
+
 class PieceCopier:
     """Prepares the copies of one pool.
 
@@ -149,9 +170,8 @@ class PieceCopier:
         self._pool = pool
         self._is_source = is_source
         self._kernels = kernels or Kernels.fastest(pool.device)
-        self._device_tables: Sequence[RequestTables] = ()
-        if pool.device.type == "cuda":
-            self._device_tables = [RequestTables(pool.device, num_pages) for num_pages in pool.num_pages]
+        self._is_on_gpu = pool.device.type == "cuda"
+        self._device_tables: dict[tuple[int, TokenShard | None], RequestTables] = {}
         self._planned = lru_cache(maxsize=_CACHED_PIECES)(self._plan)
         self._adopt(pool.layout)
 
@@ -170,16 +190,17 @@ class PieceCopier:
         """
         if piece.request.layout is not self._layout:
             self._adopt(piece.request.layout)
-        first_token = self._aligned(piece.chunk.tokens.begin)
+        first_token = self._aligned(piece.route.own_tokens(piece.chunk.tokens).begin)
         found = self._copy_of(piece)
         kept: list[Tensor | DeviceTable] = []
         first_pages: list[int] = []
         for group, plan in found.plans.items():
             page_size = self._page_sizes[group]
             start = first_token // page_size if page_size else 0
-            first, end, table = start + plan.used_pages.begin, start + plan.used_pages.end, tables[group]
-            if self._device_tables:
-                kept.append(self._device_tables[group].cover(piece.request_id, table, first, end))
+            first, end, part = start + plan.used_pages.begin, start + plan.used_pages.end, self._part_of(piece.route, page_size)
+            table = tables[group] if part is None else PagesOfPart(tables[group], part)
+            if self._is_on_gpu:
+                kept.append(self._device_tables_of(group, part).cover(piece.request_id, table, first, end))
                 first_pages.append(start)
             else:
                 kept.append(torch.from_numpy(np.array(table[start:end], dtype=np.int64)))  # a third of what torch.tensor takes
@@ -235,8 +256,29 @@ class PieceCopier:
         Call it when no copy that was prepared for the request is queued, or will be (`SourceReleased`, `IncomingComplete` and
         `IncomingDrained` report that): the next request overwrites the tables.
         """
-        for kept in self._device_tables:
+        for kept in self._device_tables.values():
             kept.forget(request_id)
+
+    def _device_tables_of(self, group: int, part: TokenShard | None) -> RequestTables:
+        if (group, part) not in self._device_tables:
+            self._device_tables[group, part] = RequestTables(self._pool.device, self._pool.num_pages[group])
+        return self._device_tables[group, part]
+
+    def _part_of(self, route: Route, page_size: int) -> TokenShard | None:
+        """Return the entries of a page table that the route's tokens are in, as a shard of entries; None for all of them.
+
+        The rank has more tokens than the route if the other side's DCP size is larger.
+        """
+        tokens, own = route.token_shard, self._pool.shard
+        if tokens is None or tokens.size == own.dcp_size:
+            return None
+        if tokens.interleave_tokens % page_size:
+            raise LayoutError(
+                f"pages have {page_size} tokens; with DCP size {own.dcp_size} here and {tokens.size} there, an interleave of "
+                f"{tokens.interleave_tokens} tokens must be whole pages"
+            )
+        size, index = tokens.size // own.dcp_size, tokens.index // own.dcp_size
+        return TokenShard(size=size, index=index, interleave_tokens=tokens.interleave_tokens // page_size)
 
     def _copy_of(self, piece: Piece) -> PieceCopy:
         """Return the copy of the piece, without page tables.
@@ -244,10 +286,10 @@ class PieceCopier:
         Tokens count from the first page of the chunk that begins in all groups, or from the state in a group of states. With
         chunked local attention they count from where a chunk of each layer begins, too, so that its rule holds for the count.
         """
-        tokens, layers, request = piece.chunk.tokens, piece.chunk.layers, piece.request
+        tokens, layers, request = piece.route.own_tokens(piece.chunk.tokens), piece.chunk.layers, piece.request
         first_token = self._aligned(tokens.begin)
         begin, end = tokens.begin - first_token, tokens.end - first_token
-        end_token = self._end_that_matters(begin, end, request.num_tokens - first_token)
+        end_token = self._end_that_matters(begin, end, piece.route.own_count(request.num_tokens) - first_token)
         number = self._number_of(piece.route, request.wire_dtype, request.scales)
         return self._planned(number, begin, end, layers.begin, layers.end, end_token)
 

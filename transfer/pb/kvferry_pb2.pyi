@@ -6,20 +6,24 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ShardInfo(_message.Message):
-    __slots__ = ("tp_size", "pp_size", "page_size", "dtype", "order", "stage_layers")
+    __slots__ = ("tp_size", "pp_size", "page_size", "dtype", "order", "stage_layers", "dcp_size", "interleave_tokens")
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     PP_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     STAGE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    DCP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    INTERLEAVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     tp_size: int
     pp_size: int
     page_size: int
     dtype: str
     order: str
     stage_layers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tp_size: _Optional[int] = ..., pp_size: _Optional[int] = ..., page_size: _Optional[int] = ..., dtype: _Optional[str] = ..., order: _Optional[str] = ..., stage_layers: _Optional[_Iterable[int]] = ...) -> None: ...
+    dcp_size: int
+    interleave_tokens: int
+    def __init__(self, tp_size: _Optional[int] = ..., pp_size: _Optional[int] = ..., page_size: _Optional[int] = ..., dtype: _Optional[str] = ..., order: _Optional[str] = ..., stage_layers: _Optional[_Iterable[int]] = ..., dcp_size: _Optional[int] = ..., interleave_tokens: _Optional[int] = ...) -> None: ...
 
 class LayerRun(_message.Message):
     __slots__ = ("num_layers", "kind", "num_kv_heads", "k_head_dim", "v_head_dim", "window_tokens", "dtype")

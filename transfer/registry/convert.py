@@ -49,6 +49,8 @@ def instance_to_proto(instance: Instance) -> pb.InstanceInfo:
             dtype=str(shard.pool_dtype(layout)),
             order=str(shard.order),
             stage_layers=shard.stage_layers or (),
+            dcp_size=shard.dcp_size,
+            interleave_tokens=shard.interleave_tokens,
         ),
         transport=instance.transport,
         transports=instance.transports,
@@ -274,6 +276,8 @@ def _shard_from_proto(info: pb.ShardInfo) -> Shard:
         dtype=_known(DType, "shard.dtype", info.dtype),
         order=_known(TokenOrder, "shard.order", info.order),
         stage_layers=tuple(info.stage_layers) or None,
+        dcp_size=info.dcp_size or 1,
+        interleave_tokens=info.interleave_tokens or 1,
     )
 
 
