@@ -630,7 +630,16 @@ FEATURES: Final = (
     Feature(
         name="decode context parallelism (DCP)",
         nodes=_refused("decode parallel.dcp_size=2", remark="no such setting"),
-        vllm=_refused("decode_context_parallel_size 2"),
+        vllm=Cell(
+            evidence=_SOURCE,
+            shown_by=(
+                "tests/connector/test_vllm_dcp.py::test_equal_dcp_sizes",
+                "tests/connector/test_vllm_dcp.py::test_different_dcp_sizes",
+            ),
+            accepts=("DCP",),
+            refuses=("DCP with windows", "DCP with a layer that keeps all tokens", "DCP in a store"),
+            remark="full attention and MLA; one size must divide the other, which then needs interleaves of whole blocks",
+        ),
         sglang=_refused("dcp_size=2"),
         nixl=Nixl(
             verdict="partly", found_in="tp_mapping.py:81; base_worker.py:2430", remark="MLA; one size must divide the other"

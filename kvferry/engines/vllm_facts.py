@@ -62,6 +62,7 @@ class LayerFacts:
         k_scale, v_scale: A stored 8-bit float times the scale is the value that the model computed.
         num_scales: Scales of K; more than 1 if each head has its own.
         is_draft: Whether the layer is one of the draft model of speculative decoding.
+        is_dcp_sharded: Whether decode context parallelism, if it is on, divides the layer's tokens.
         state: Its recurrent state; None for attention.
     """
 
@@ -83,6 +84,7 @@ class LayerFacts:
     v_scale: float = 1.0
     num_scales: int = 1
     is_draft: bool = False
+    is_dcp_sharded: bool = True
     state: StateFacts | None = None
 
 
@@ -106,6 +108,8 @@ class VllmFacts:
         shared_layers: Layers that use the KV of another one, as name -> name.
         model_layers: All layers by the model's configuration; empty if kvferry does not know its architecture.
         num_state_groups: Groups of B and C of Mamba-2 in the whole model; 0 if config.json has none.
+        dcp_size: Decode context parallel degree; 1 if ranks keep all tokens of their heads.
+        interleave_tokens: The setting ``--cp-kv-cache-interleave-size``. A worker's is final.
     """
 
     tp_size: int
@@ -127,6 +131,8 @@ class VllmFacts:
     draft_num_kv_heads: int = 0
     model_layers: tuple[LayerSpec, ...] = ()
     num_state_groups: int = 0
+    dcp_size: int = 1
+    interleave_tokens: int = 1
 
 
 def read_facts(vllm_config: Any, kv_cache_config: Any) -> VllmFacts:
@@ -152,7 +158,7 @@ def _read(vllm_config: Any, kv_cache_config: Any) -> VllmFacts:
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     modules = vllm_config.compilation_config.static_forward_context
     tp_size, pp_size = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
-    rank = int(parallel.rank)
+    rank, dcp_size = int(parallel.rank), int(parallel.decode_context_parallel_size)
     transfer = vllm_config.kv_transfer_config
     dtype = torch_name(model.dtype)
     draft = _draft_model(vllm_config)
@@ -182,6 +188,8 @@ def _read(vllm_config: Any, kv_cache_config: Any) -> VllmFacts:
         draft_num_kv_heads=0 if draft is None else _num_kv_heads(draft),
         model_layers=_model_layers(model, dtype),
         num_state_groups=_num_state_groups(model),
+        dcp_size=dcp_size,
+        interleave_tokens=int(parallel.cp_kv_cache_interleave_size) if dcp_size > 1 else 1,
     )
 
 
@@ -280,7 +288,15 @@ def _layer(name: str, group: int, spec: Any, module: Any, vllm_config: Any, *, i
     kind = type(spec).__name__
     if not hasattr(spec, "head_size"):
         state = _state(spec) if kind == STATE_SPEC else None  # others are rejected by their class
-        return LayerFacts(name=name, group=group, spec=kind, block_size=int(spec.block_size), is_draft=is_draft, state=state)
+        return LayerFacts(
+            name=name,
+            group=group,
+            spec=kind,
+            block_size=int(spec.block_size),
+            is_draft=is_draft,
+            is_dcp_sharded=bool(getattr(spec, "dcp_sharded", False)),
+            state=state,
+        )
     row_format, k_dim, v_dim = _rows(spec, vllm_config)
     is_known = row_format or (spec.state_content_bytes is None and getattr(spec, "cache_role", "sparse") == "sparse")
     packings = (spec.num_head_slots, getattr(spec, "model_version", None))
@@ -307,6 +323,7 @@ def _layer(name: str, group: int, spec: Any, module: Any, vllm_config: Any, *, i
         v_scale=float(getattr(module, "_v_scale_float", 1.0)),
         num_scales=int(module._k_scale.numel()) if hasattr(module, "_k_scale") else 1,
         is_draft=is_draft,
+        is_dcp_sharded=bool(getattr(spec, "dcp_sharded", False)),
     )
 
 
@@ -345,9 +362,8 @@ def _features(vllm_config: Any) -> Iterator[tuple[str, str]]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if (speculative := vllm_config.speculative_config) is not None:
         yield from _speculative_features(speculative, int(parallel.pipeline_parallel_size))
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if (size := int(getattr(parallel, name))) != 1:
-            yield name, str(size)
+    if (size := int(parallel.prefill_context_parallel_size)) != 1:
+        yield "prefill_context_parallel_size", str(size)
     if model.runner_type != "generate":
         yield "runner", str(model.runner_type)
     if model.is_encoder_decoder:

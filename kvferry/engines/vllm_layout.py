@@ -89,7 +89,7 @@ class VllmLayout:
         groups: The layers of each page table: a group of `layer_groups(layout)`, or a part of one that vLLM gives a block table
             of its own, or that has an element type of its own.
         block_groups: For each of `groups`, the index of its block table among those of a vLLM request.
-        page_sizes: For each of `groups`, the tokens of a block.
+        page_sizes: For each of `groups`, the tokens of a block on this rank.
         window_tables: Block tables without blocks for tokens that a window or chunk has passed.
         num_blocks: Blocks of each group.
         shared_layers: Layers that use the tensors of another one.
@@ -193,7 +193,7 @@ class VllmLayout:
         for group, page_size, table in zip(self.groups, self.page_sizes, tables, strict=True):
             if group.kind is GroupKind.STATE:
                 continue
-            table += [NULL_BLOCK] * (-(-num_tokens // page_size) - len(table))
+            table += [NULL_BLOCK] * (-(-num_tokens // (page_size * self.shard.dcp_size)) - len(table))
             first = group.first_travelling_token(num_tokens) // page_size
             if table[first] == NO_PAGE:
                 table[first] = NULL_BLOCK
@@ -345,7 +345,10 @@ def describe(facts: VllmFacts, *, windows: WindowLayers | None = None) -> VllmLa
         dtype=None if element is layout.dtype else element,
         order=TokenOrder.NHD if facts.cache_layout.endswith("NHC") else TokenOrder.HND,
         stage_layers=tuple(count * _caches_per_layer(layers) for count in facts.stage_layers) if facts.pp_size > 1 else None,
+        dcp_size=facts.dcp_size,
+        interleave_tokens=facts.interleave_tokens,
     )
+    shard.check_dcp(layout)
     kv_scales = tuple(_scales(layers, facts)) if element is DType.FLOAT8_E4M3 else ()
     groups = tuple(_groups(layout, shard, layers))
     return VllmLayout(
@@ -373,6 +376,8 @@ def check(facts: VllmFacts, *, has_store: bool) -> None:
     """
     for name, value in facts.features.items():
         raise ConfigError(f"{name} is on ({value}); KV of such an instance cannot be moved yet")
+    if facts.dcp_size > 1 and has_store:
+        raise ConfigError(f"decode_context_parallel_size is {facts.dcp_size}; with a store, it must be 1")
     if not facts.layers:
         raise LayoutError("no layer of this rank keeps KV; kvferry moves that of attention layers and recurrent states")
     for layer in facts.layers:
@@ -441,6 +446,11 @@ def _check_layer(layer: LayerFacts, facts: VllmFacts) -> None:
         raise LayoutError(
             f"layer {layer.name} {_WHY_NOT.get(layer.spec, 'has a KV cache that kvferry does not know')} ({layer.spec}); "
             f"it cannot be moved yet (KV cache group {layer.group}): serve the model without --kv-transfer-config"
+        )
+    if facts.dcp_size > 1 and not layer.is_dcp_sharded:
+        raise LayoutError(
+            f"layer {layer.name} keeps all tokens on each rank (KV cache group {layer.group}), beside others whose tokens are "
+            f"divided: start vLLM with --decode-context-parallel-size 1, not {facts.dcp_size}"
         )
     if layer.spec == STATE_SPEC:
         check_state(f"{layer.name} (KV cache group {layer.group})", layer.state, tp_size=facts.tp_size)

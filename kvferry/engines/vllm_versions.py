@@ -82,7 +82,8 @@ USED: Final[dict[str, tuple[str, ...]]] = {
     ),
     "vllm.config:ParallelConfig": (
         "tensor_parallel_size", "pipeline_parallel_size", "rank", "decode_context_parallel_size",
-        "prefill_context_parallel_size", "distributed_executor_backend", "nnodes_within_dp", "world_size", "use_ubatching",
+        "prefill_context_parallel_size", "cp_kv_cache_interleave_size", "distributed_executor_backend", "nnodes_within_dp",
+        "world_size", "use_ubatching",
         "data_parallel_size", "data_parallel_index", "data_parallel_rank_local", "local_engines_only",
     ),
     "vllm.config:CacheConfig": ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo"),

@@ -106,6 +106,8 @@ def accept_per_token_head(row_format: str, backend: str = "TRITON_ATTN") -> None
 KDA: Final = {"shapes": ((3, 3 * 2 * 8), (2, 8, 8)), "dtypes": ("bfloat16", "float32")}
 """Two heads of 8 elements. Source: MambaStateShapeCalculator.kda_state_shape in vllm's mamba_utils.py (0.32.0)."""
 
+DCP: Final = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 1}
+
 FLOAT8: Final = facts("llama-fp8")
 
 VLLM: Final[Mapping[str, Case]] = {
@@ -153,7 +155,14 @@ VLLM: Final[Mapping[str, Case]] = {
     "128 data-parallel ranks on adjacent ports": lambda: settings_of_replica(
         vllm_settings({"server.port": 7100, "server.http_port": 7180}, device="cpu"), parallel(0, size=128)
     ),
-    "decode_context_parallel_size 2": lambda: accept_config(parallel_config={"decode_context_parallel_size": 2}),
+    "DCP": lambda: accept_config(attention_spec(num_kv_heads=1, dcp_sharded=True), parallel_config=DCP),
+    "DCP with windows": lambda: accept_config(
+        attention_spec("SlidingWindowSpec", num_kv_heads=1, dcp_sharded=True, sliding_window=64), parallel_config=DCP
+    ),
+    "DCP with a layer that keeps all tokens": lambda: accept_config(
+        *(attention_spec(num_kv_heads=1, dcp_sharded=is_divided) for is_divided in (True, False)), parallel_config=DCP
+    ),
+    "DCP in a store": lambda: check(facts("llama-tp2-one-head", dcp_size=2), has_store=True),
     "prefill_context_parallel_size 4": lambda: accept_config(parallel_config={"prefill_context_parallel_size": 4}),
     "two hosts": lambda: settings_of_replica(vllm_settings({"leader.address": "10.0.0.1:7300"}, device="cpu"), parallel(hosts=2)),
     "two hosts without leader.address": lambda: settings_of_replica(vllm_settings({}, device="cpu"), parallel(hosts=2)),

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 
 from embedded_engine.model_files import read_model_files
 from kvferry.engines.vllm_facts import model_fields, read_facts
-from kvferry.engines.vllm_layout import describe
+from kvferry.engines.vllm_layout import NULL_BLOCK, check, describe
 from kvferry.engines.vllm_states import StateFacts
 from tests.adapters.vllm_memory import facts_of, recorded
-from transfer.errors import ConfigError
-from transfer.layout import LayerKind
+from transfer.errors import ConfigError, LayoutError
+from transfer.layout import LayerKind, Shard
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32,
@@ -202,7 +202,6 @@ def test_specs_with_another_packing_are_recognised(changes: dict[str, Any]) -> N
             "speculative decoding with several MTP modules",
             "mtp; use num_speculative_tokens 1",
         ),
-        ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size", "2"),
         ({"parallel_config": {"prefill_context_parallel_size": 4}}, "prefill_context_parallel_size", "4"),
         ({"model_config": {"runner_type": "pooling"}}, "runner", "pooling"),
         ({"model_config": {"is_encoder_decoder": True}}, "encoder-decoder model", "LlamaForCausalLM"),
@@ -212,6 +211,28 @@ def test_features_that_change_kv_are_told(changes: dict[str, Any], name: str, va
     facts = read_facts(config(**changes), groups(attention_spec()))
     assert facts.features == {name: value}
     with pytest.raises(ConfigError, match=name):
+        describe(facts)
+
+
+def test_decode_context_parallelism_divides_tokens() -> None:
+    parallel = {"tensor_parallel_size": 4, "rank": 3, "decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 8}
+    facts = read_facts(config(parallel_config=parallel), groups(*[attention_spec(num_kv_heads=1, dcp_sharded=True)] * 4))
+    described = describe(facts)
+    assert described.shard == Shard(
+        tp_size=4, tp_rank=3, page_size=32, dcp_size=2, interleave_tokens=8, order=described.shard.order
+    )
+    assert described.tables_to_fill([[5]] * 4, 64) == ([5],) * 4, "a block has 32 tokens on each of two ranks"
+    assert described.tables_to_fill([[5]] * 4, 65) == ([5, NULL_BLOCK],) * 4
+    with pytest.raises(ConfigError, match="decode_context_parallel_size is 2; with a store, it must be 1"):
+        check(facts, has_store=True)
+
+
+def test_a_layer_that_keeps_all_tokens_beside_divided_ones_is_refused() -> None:
+    """For example the layers of a draft model without decode context parallelism."""
+    parallel = {"tensor_parallel_size": 4, "rank": 0, "decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 1}
+    specs = [attention_spec(num_kv_heads=1, dcp_sharded=is_divided) for is_divided in (True, False)]
+    facts = read_facts(config(parallel_config=parallel), groups(*specs))
+    with pytest.raises(LayoutError, match=rf"layer {name_of(1)} keeps all tokens .* --decode-context-parallel-size 1, not 2"):
         describe(facts)
 
 
