@@ -31,10 +31,11 @@ def make_few_words(directory: Path, model: Path) -> Path:
 
 
 def keep_few_words(directory: Path) -> None:
-    """Give all other tokens of a model the logit 0, which one of the few exceeds."""
+    """Give all other tokens of a model the logit 0. The logits of the few have the sum 0, so one of them exceeds it."""
 
     def with_few(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         weights["lm_head.weight"][:-FEW] = 0
+        weights["lm_head.weight"][-FEW:] -= weights["lm_head.weight"][-FEW:].mean(0)
         return weights
 
     _change(directory, with_few)

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from tests.samples import sample
+from tests.vllm import latents
 from tests.vllm.answers import MAX_TOKENS, client
 from tests.vllm.commands import MODEL_NAME, vllm_command, vllm_environment
-from tests.vllm.drafts import draft_layer_bytes, make_eagle3, make_few_words
+from tests.vllm.drafts import add_mtp_layer, draft_layer_bytes, keep_few_words, make_eagle3, make_few_words
 from tests.vllm.instances import assert_nothing_is_left, connector, kvferry_metrics
 from tests.vllm.servers import Server, Servers
 
@@ -30,17 +31,19 @@ class Family:
     Args:
         token_bytes: KV of a token in all layers, the draft layers included.
         blocks: Tokens of a block on the prefill and on the decode side.
+        has_latents: Whether each decode rank gets all of a token's KV.
     """
 
     model: Path
     speculative: Mapping[str, Any]
     token_bytes: int
     blocks: tuple[int, int]
+    has_latents: bool = False
 
     def args(self, block: int) -> list[str]:
         settings = ["--block-size", str(block), "--speculative-config", json.dumps(self.speculative)]
-        settings += ["--max-num-batched-tokens", "8192"]
-        return [*settings, "--per-request-spec-decode-metrics", "summary"]
+        settings += ["--max-num-batched-tokens", "8192", "--per-request-spec-decode-metrics", "summary"]
+        return [*settings, *latents.ARGS] if self.has_latents else settings
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +51,32 @@ def few_words(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return make_few_words(tmp_path_factory.mktemp("models") / "few-words", model)
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory, few_words: Path) -> Family:
-    draft = make_eagle3(tmp_path_factory.mktemp("drafts") / "eagle3", few_words)
+def llama_with_eagle3(folder: Path, few_words: Path) -> Family:
+    draft = make_eagle3(folder / "eagle3", few_words)
     speculative = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": 3}
     config = json.loads((few_words / "config.json").read_text(encoding="utf-8"))
     token_bytes = (config["num_hidden_layers"] + 1) * draft_layer_bytes(config)
     return Family(model=few_words, speculative=speculative, token_bytes=token_bytes, blocks=(32, 64))
+
+
+def deepseek_with_mtp(folder: Path) -> Family:
+    model = latents.make_latents(folder / "mtp")
+    keep_few_words(model)
+    add_mtp_layer(model)
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return Family(
+        model=model,
+        speculative={"method": "mtp", "num_speculative_tokens": 1},
+        token_bytes=(config["num_hidden_layers"] + 1) * latents.latent_layer_bytes(config),
+        blocks=(latents.BLOCK_SIZE, latents.BLOCK_SIZE),
+        has_latents=True,
+    )
+
+
+@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, few_words: Path) -> Family:
+    folder = tmp_path_factory.mktemp("drafts")
+    return deepseek_with_mtp(folder) if request.param == "mtp" else llama_with_eagle3(folder, few_words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +157,11 @@ async def test_tokens_drafts_and_bytes(
 ) -> None:
     """A draft layer without the prompt's KV drafts other tokens, and most prompts have another number of accepted ones."""
     prefill, decode, router = pair
+    num_copies = 2 if family.has_latents and "tp2" in decode.name else 1
     found = await drafted(router.url, prompts)
     assert found.tokens == expected.tokens
     assert len(found.differing(expected)) <= 1, (found.num_accepted, expected.num_accepted)
     assert_nothing_is_left(prefill, decode)
     await asyncio.sleep(1.0)  # what a rank says of itself is half a second old
-    assert sample(kvferry_metrics(prefill), "kvferry_transferred_bytes_total") == sum(prompts) * family.token_bytes
+    assert sample(kvferry_metrics(prefill), "kvferry_transferred_bytes_total") == num_copies * sum(prompts) * family.token_bytes
     assert sample(kvferry_metrics(decode), "kvferry_requests_total", role="decode", outcome="done") == len(prompts)
