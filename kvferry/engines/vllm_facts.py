@@ -89,6 +89,19 @@ class LayerFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TableFacts:
+    """One of vLLM's KV cache groups, whose layers share a block table. All pipeline stages have all of them.
+
+    Args:
+        spec, block_size, window_tokens: As of `LayerFacts`.
+    """
+
+    spec: str
+    block_size: int
+    window_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFacts:
     """One rank of a vLLM instance; on the scheduler, the first rank.
 
@@ -104,7 +117,7 @@ class VllmFacts:
         is_consumer: Whether the instance receives KV: ``kv_role`` is not ``kv_producer``.
         features: Features in use that change the meaning or the place of KV, as name -> value.
         layers: Layers of this rank that keep KV, in the order of the groups.
-        num_tables: Block tables of a request, one for each of vLLM's KV cache groups.
+        stage_tables: With pipeline stages, all block tables of a request: this stage can lack layers of some. Otherwise empty.
         shared_layers: Layers that use the KV of another one, as name -> name.
         model_layers: All layers by the model's configuration; empty if kvferry does not know its architecture.
         num_state_groups: Groups of B and C of Mamba-2 in the whole model; 0 if config.json has none.
@@ -126,13 +139,23 @@ class VllmFacts:
     is_consumer: bool
     features: Mapping[str, str] = field(default_factory=dict)
     layers: tuple[LayerFacts, ...]
-    num_tables: int = 1
+    stage_tables: tuple[TableFacts, ...] = ()
     shared_layers: Mapping[str, str] = field(default_factory=dict)
     draft_num_kv_heads: int = 0
     model_layers: tuple[LayerSpec, ...] = ()
     num_state_groups: int = 0
     dcp_size: int = 1
     interleave_tokens: int = 1
+
+    @property
+    def tables(self) -> dict[int, TableFacts]:
+        """Block tables of a request by their index among vLLM's KV cache groups."""
+        if self.stage_tables:
+            return dict(enumerate(self.stage_tables))
+        return {
+            layer.group: TableFacts(spec=layer.spec, block_size=layer.block_size, window_tokens=layer.window_tokens)
+            for layer in sorted(self.layers, key=lambda layer: layer.group)
+        }
 
 
 def read_facts(vllm_config: Any, kv_cache_config: Any) -> VllmFacts:
@@ -181,7 +204,7 @@ def _read(vllm_config: Any, kv_cache_config: Any) -> VllmFacts:
             for group, of in enumerate(kv_cache_config.kv_cache_groups)
             for name, spec in _specs(of)
         ),
-        num_tables=len(kv_cache_config.kv_cache_groups),
+        stage_tables=tuple(_table(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups) if pp_size > 1 else (),
         shared_layers={
             name: target for name, module in modules.items() if (target := getattr(module, "kv_sharing_target_layer_name", None))
         },
@@ -284,6 +307,16 @@ def _specs(group: Any) -> Iterator[tuple[str, Any]]:
         yield str(name), own.get(name, group.kv_cache_spec)
 
 
+def _table(spec: Any) -> TableFacts:
+    spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+    return TableFacts(spec=type(spec).__name__, block_size=int(spec.block_size), window_tokens=_window_tokens(spec))
+
+
+def _window_tokens(spec: Any) -> int:
+    field_name = _WINDOW_FIELDS.get(type(spec).__name__)
+    return 0 if field_name is None else int(getattr(spec, field_name))
+
+
 def _layer(name: str, group: int, spec: Any, module: Any, vllm_config: Any, *, is_draft: bool) -> LayerFacts:
     kind = type(spec).__name__
     if not hasattr(spec, "head_size"):
@@ -309,7 +342,7 @@ def _layer(name: str, group: int, spec: Any, module: Any, vllm_config: Any, *, i
         k_head_dim=k_dim,
         v_head_dim=v_dim,
         dtype=torch_name(spec.dtype),
-        window_tokens=int(getattr(spec, _WINDOW_FIELDS[kind])) if kind in _WINDOW_FIELDS else 0,
+        window_tokens=_window_tokens(spec),
         quant_mode=str(spec.kv_quant_mode.name),
         row_format=row_format,
         is_packed_otherwise=not is_known

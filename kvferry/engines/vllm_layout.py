@@ -29,7 +29,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvferry.engines.vllm_facts import CHUNKED_SPEC, INDEXER_ROWS, ROW_FORMATS, LayerFacts, VllmFacts
+from kvferry.engines.vllm_facts import CHUNKED_SPEC, INDEXER_ROWS, ROW_FORMATS, LayerFacts, TableFacts, VllmFacts
 from kvferry.engines.vllm_states import STATE_SPEC, check_state, parts_of, state_views
 from kvferry.engines.vllm_windows import WindowTable
 from transfer.errors import ConfigError, LayoutError
@@ -333,7 +333,7 @@ def describe(facts: VllmFacts, *, windows: WindowLayers | None = None) -> VllmLa
     layers = _ordered(facts)
     of_tokens = [layer for layer in layers if layer.state is None]
     if windows is None:
-        windows = WindowLayers.LAST_WINDOW if any(layer.window_tokens for layer in layers) else WindowLayers.WHOLE
+        windows = WindowLayers.LAST_WINDOW if _has_windows(facts) else WindowLayers.WHOLE
     element = _element(of_tokens, facts)
     layout = KVLayout(layers=tuple(_model_specs(layers, facts, windows)), dtype=_plain_dtype("--dtype", facts.model_dtype))
     shard = Shard(
@@ -341,7 +341,7 @@ def describe(facts: VllmFacts, *, windows: WindowLayers | None = None) -> VllmLa
         tp_rank=facts.tp_rank,
         pp_size=facts.pp_size,
         pp_rank=facts.pp_rank,
-        page_size=min(layer.block_size for layer in of_tokens or layers),
+        page_size=min(table.block_size for table in facts.tables.values() if table.spec != STATE_SPEC or not of_tokens),
         dtype=None if element is layout.dtype else element,
         order=TokenOrder.NHD if facts.cache_layout.endswith("NHC") else TokenOrder.HND,
         stage_layers=tuple(count * _caches_per_layer(layers) for count in facts.stage_layers) if facts.pp_size > 1 else None,
@@ -350,16 +350,16 @@ def describe(facts: VllmFacts, *, windows: WindowLayers | None = None) -> VllmLa
     )
     shard.check_dcp(layout)
     kv_scales = tuple(_scales(layers, facts)) if element is DType.FLOAT8_E4M3 else ()
-    groups = tuple(_groups(layout, shard, layers))
+    groups = tuple(_groups(layout, shard, layers, facts.tables))
     return VllmLayout(
         layout=layout,
         shard=shard,
         layers=layers,
         kv_scales=kv_scales,
         groups=tuple(group for group, _ in groups),
-        block_groups=tuple(layer.group for _, layer in groups),
-        page_sizes=tuple(layer.block_size for _, layer in groups),
-        window_tables=tuple(_window_tables(layers)),
+        block_groups=tuple(table for _, table in groups),
+        page_sizes=tuple(facts.tables[table].block_size for _, table in groups),
+        window_tables=tuple(_window_tables(facts.tables)),
         num_blocks=facts.num_blocks,
         shared_layers=frozenset(facts.shared_layers),
     )
@@ -394,10 +394,11 @@ def check(facts: VllmFacts, *, has_store: bool) -> None:
                 f"layer {layer.name} keeps a recurrent state, which cannot be moved between engines of pipeline stages; use "
                 "pipeline_parallel_size 1"
             )
-    if facts.pp_size > 1 and facts.num_tables > 1:
+    if facts.pp_size > 1 and len(facts.tables) > 1 and (has_store or not facts.model_layers):
+        unknown = "and kvferry does not know the model's architecture, nor so the layers of other pipeline stages"
         raise LayoutError(
-            f"the layers have {facts.num_tables} block tables, and a stage does not know those of other pipeline stages; start "
-            "vLLM with --disable-hybrid-kv-cache-manager, or use pipeline_parallel_size 1"
+            f"the layers have {len(facts.tables)} block tables, {'not tested with stages and store' if has_store else unknown}; "
+            "start vLLM with --disable-hybrid-kv-cache-manager, or use pipeline_parallel_size 1"
         )
 
 
@@ -549,7 +550,7 @@ def _spec(layer: LayerFacts, facts: VllmFacts, windows: WindowLayers) -> LayerSp
             )
         kind = LayerKind.CHUNKED_LOCAL if is_chunked else LayerKind.SLIDING_WINDOW
         return replace(spec, kind=kind, window_tokens=layer.window_tokens)
-    if windows is WindowLayers.WHOLE or layer.is_draft or any(other.window_tokens for other in facts.layers):
+    if windows is WindowLayers.WHOLE or layer.is_draft or _has_windows(facts):
         return spec
     # The spec of a group merges those of its layers, and does not show which of them have a window.
     if not facts.model_layers:
@@ -605,16 +606,36 @@ def _scales(layers: Sequence[LayerFacts], facts: VllmFacts) -> Iterator[tuple[fl
     yield from ((1.0, 1.0),) * sum(facts.stage_layers)
 
 
-def _groups(layout: KVLayout, shard: Shard, layers: Sequence[LayerFacts]) -> Iterator[tuple[LayerGroup, LayerFacts]]:
-    """Yield the layers of each page table, with one of those that have its block table. They share an element type."""
+def _groups(
+    layout: KVLayout, shard: Shard, layers: Sequence[LayerFacts], tables: Mapping[int, TableFacts]
+) -> Iterator[tuple[LayerGroup, int]]:
+    """Yield the layers of each page table, which share an element type, with the index of its block table.
+
+    All pipeline stages yield the same page tables, because the scheduler sends one set to all of them.
+    """
     begin, facts = shard.layers(layout).begin, _by_layer(layers)
     for group in layer_groups(layout):
-        mine = group.layers_of(layout, shard)
         by_table: dict[tuple[int, str], list[int]] = {}
-        for layer in mine or (begin,):
+        for layer in group.layers_of(layout, shard):
             by_table.setdefault((facts[layer - begin].group, layout.layers[layer].dtype or ""), []).append(layer)
-        for _, of_table in sorted(by_table.items()):
-            yield group if len(by_table) == 1 else replace(group, layers=tuple(of_table)), facts[of_table[0] - begin]
+        with_layers = {index for index, _ in by_table}
+        for index, table in tables.items():
+            if index not in with_layers and _is_table_of(group, table):
+                by_table[index, ""] = []
+        if not by_table:  # vLLM has one block table for all groups
+            by_table[0, ""] = []
+        for (index, _), of_table in sorted(by_table.items()):
+            yield group if len(by_table) == 1 else replace(group, layers=tuple(of_table)), index
+
+
+def _is_table_of(group: LayerGroup, table: TableFacts) -> bool:
+    kind = GroupKind.WINDOW if table.window_tokens else GroupKind.FULL
+    kind = {CHUNKED_SPEC: GroupKind.CHUNK, STATE_SPEC: GroupKind.STATE}.get(table.spec, kind)
+    return (kind, table.window_tokens) == (group.kind, group.window_tokens)
+
+
+def _has_windows(facts: VllmFacts) -> bool:
+    return any(table.window_tokens for table in facts.tables.values())
 
 
 def _by_layer(layers: Sequence[LayerFacts]) -> list[LayerFacts]:
@@ -622,13 +643,13 @@ def _by_layer(layers: Sequence[LayerFacts]) -> list[LayerFacts]:
     return [layer for layer in layers for _ in range(1 if layer.state is None else len(parts_of(layer.state)))]
 
 
-def _window_tables(layers: Sequence[LayerFacts]) -> Iterator[WindowTable]:
+def _window_tables(tables: Mapping[int, TableFacts]) -> Iterator[WindowTable]:
     """Yield the block tables of layers with a window or chunks, if vLLM frees blocks behind it."""
-    found = {layer.group: layer for layer in layers if layer.window_tokens}
-    for group, layer in sorted(found.items()):
-        yield WindowTable(
-            group=group,
-            window_tokens=layer.window_tokens,
-            block_size=layer.block_size,
-            is_chunked=layer.spec == CHUNKED_SPEC,
-        )
+    for group, table in tables.items():
+        if table.window_tokens:
+            yield WindowTable(
+                group=group,
+                window_tokens=table.window_tokens,
+                block_size=table.block_size,
+                is_chunked=table.spec == CHUNKED_SPEC,
+            )

@@ -22,14 +22,14 @@ from embedded_engine.model_files import read_model_files
 from kvferry.engines.sglang_layout import read_pool
 from kvferry.engines.sglang_settings import SUPPORTED, check_supported
 from kvferry.engines.vllm_facts import VllmFacts, read_facts
-from kvferry.engines.vllm_layout import WindowLayers, check, describe
+from kvferry.engines.vllm_layout import WindowLayers, check, describe, layer_index
 from kvferry.engines.vllm_settings import settings_of_replica, vllm_settings
 from kvferry.engines.vllm_states import StateFacts
 from tests.adapters.test_engine_settings import parallel
 from tests.adapters.test_sglang_layout import RECORDED as POOLS
 from tests.adapters.test_sglang_layout import cut, part_of, pool_of
 from tests.adapters.test_vllm_facts import attention_spec, config, groups
-from tests.adapters.test_vllm_layout import STAGE, gpu_layers, gpu_rank, pool_with, sparse_rank, with_layer
+from tests.adapters.test_vllm_layout import gpu_layers, gpu_rank, pool_with, sparse_rank, with_layer
 from tests.adapters.test_vllm_states import STATES
 from tests.adapters.vllm_memory import RECORDED, Memory, facts_of, ranks, recorded
 from transfer.config import DecodeNodeConfig, PrefillNodeConfig
@@ -103,6 +103,14 @@ def accept_per_token_head(row_format: str, backend: str = "TRITON_ATTN") -> None
     accept_gpu(backend, k_dim=68, v_dim=68, dtype="uint8", quant_mode=row_format.upper(), row_format=row_format)
 
 
+def stage_of(case: str) -> VllmFacts:
+    """The first of two pipeline stages of a recorded model."""
+    whole = facts(case)
+    half = len(whole.layers) // 2
+    layers = [layer for layer in whole.layers if layer_index(layer.name) < half]
+    return replace(whole, pp_size=2, stage_layers=(half, half), stage_tables=tuple(whole.tables.values()), layers=tuple(layers))
+
+
 KDA: Final = {"shapes": ((3, 3 * 2 * 8), (2, 8, 8)), "dtypes": ("bfloat16", "float32")}
 """Two heads of 8 elements. Source: MambaStateShapeCalculator.kda_state_shape in vllm's mamba_utils.py (0.32.0)."""
 
@@ -115,7 +123,9 @@ VLLM: Final[Mapping[str, Case]] = {
     "CrossAttentionSpec": lambda: accept_config(attention_spec("CrossAttentionSpec")),
     "chunked attention in a store": lambda: check(facts("llama4-groups"), has_store=True),
     "chunked attention, hybrid manager off": lambda: accept_config(attention_spec(attention_chunk_size=8192)),
-    "windows in pipeline stages": lambda: describe(replace(STAGE, num_tables=2)),
+    "windows in pipeline stages": lambda: describe(stage_of("gemma3-groups")),
+    "windows in pipeline stages and a store": lambda: check(stage_of("gemma3-groups"), has_store=True),
+    "windows in pipeline stages of an unknown architecture": lambda: describe(stage_of("gemma4-groups")),
     "last windows of gemma3": lambda: describe(facts("gemma3", has_prefix_caching=False), windows=WindowLayers.LAST_WINDOW),
     "last windows of gemma3 with a prefix cache": lambda: describe(
         facts("gemma3", has_prefix_caching=True, is_consumer=True), windows=WindowLayers.LAST_WINDOW

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from embedded_engine.model_files import read_model_files
 from kvferry.engines.vllm_facts import LayerFacts, VllmFacts
-from kvferry.engines.vllm_layout import VllmLayout, WindowLayers, describe
+from kvferry.engines.vllm_layout import VllmLayout, WindowLayers, describe, layer_index
 from kvferry.engines.vllm_windows import WindowTable
 from tests.adapters.vllm_memory import Memory, facts_of, placed, placed_apart, ranks, recorded, sparse_layers
 from transfer.copy import head_slice_copier
@@ -466,7 +466,10 @@ STAGE = facts_of(ranks(recorded("llama-pp2"))[1]["facts"])
         (with_layer(FP8, num_scales=4), r"is quantised as FP8_PER_TENSOR \(--kv-cache-dtype fp8, scales: 4, KV cache group 0\)"),
         (with_layer(LLAMA, dtype="bfloat16"), r"layers\.0\.\S+ keeps float32, \S+layers\.3\.\S+ bfloat16"),
         (replace(LLAMA, model_dtype="int8"), "--dtype has dtype int8"),
-        (replace(STAGE, num_tables=2), "the layers have 2 block tables, and a stage does not know those of other .* stages"),
+        (
+            replace(STAGE, stage_tables=STAGE.stage_tables * 2, model_layers=()),
+            "the layers have 2 block tables, and kvferry does not know the model's architecture, nor so the layers of other",
+        ),
         (replace(LLAMA, layers=()), "no layer of this rank keeps KV"),
         (with_layer(LLAMA, name="model.layers.2.cross.attn"), r"layers\.2\.\S+ and \S+\.2\.cross\.attn are caches of one layer"),
         (with_layer(LLAMA, name="model.layers.3.mtp.0.attn"), "has 2 numbers in its name"),
@@ -616,6 +619,26 @@ def test_windows_with_block_tables_of_their_own() -> None:
     blocks = [[0, 0, 10 + group, 20 + group] for group in range(5)] + [[1, 2, 3, 4]]
     assert described.page_tables(blocks) == ([1, 2, 3, 4], *([NO_PAGE, NO_PAGE, 10 + group, 20 + group] for group in range(5)))
     assert described.first_needed_pages(130) == (0, 2, 2, 2, 2, 2)
+
+
+def test_stages_number_block_tables_alike() -> None:
+    """The scheduler knows the layers of the first stage only, and sends one set of page tables to all stages."""
+    record = recorded("gemma3-groups")["rank0"]
+    facts = facts_of(record["facts"])
+    whole, memory = describe(facts), Memory.of(record)
+    of_stages = replace(facts, pp_size=2, stage_layers=(3, 3), stage_tables=tuple(facts.tables.values()))
+    blocks = [[0, 0, 10 + group, 20 + group] for group in range(5)] + [[1, 2, 3, 4]]
+    for stage in range(2):
+        mine = tuple(layer for layer in facts.layers if layer_index(layer.name) // 3 == stage)
+        described = describe(replace(of_stages, pp_rank=stage, layers=mine))
+        assert (described.layout, described.shard.page_size) == (whole.layout, whole.shard.page_size)
+        assert (described.block_groups, described.page_sizes) == (whole.block_groups, whole.page_sizes)
+        assert described.window_tables == whole.window_tables
+        assert described.tables_to_fill(blocks, 128) == whole.tables_to_fill(blocks, 128)
+        assert described.first_needed_pages(130) == whole.first_needed_pages(130)
+        pool = described.pool({layer.name: memory.caches[layer.name] for layer in mine})
+        layers = range(3 * stage, 3 * stage + 3)
+        assert [pool.group_of(layer) for layer in layers] == [[1, 2, 3, 4, 5, 0][layer] for layer in layers]
 
 
 def test_chunked_local_attention() -> None:

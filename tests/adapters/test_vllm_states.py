@@ -286,7 +286,7 @@ def test_pipeline_stages_with_states_are_refused() -> None:
     """With one block table too, as in a model without attention."""
     facts = facts_of(recorded("granite4")["rank0"]["facts"], pp_size=2, stage_layers=(2, 2))
     one_table = [replace(layer, group=0) for layer in facts.layers if layer.state is not None]
-    for case in (facts, replace(facts, layers=tuple(one_table), num_tables=1)):
+    for case in (facts, replace(facts, layers=tuple(one_table))):
         with pytest.raises(LayoutError, match=r"keeps a recurrent state, .* of pipeline stages; use pipeline_parallel_size 1"):
             check(case, has_store=False)
 

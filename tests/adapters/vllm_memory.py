@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.engines.vllm_facts import INDEXER_ROWS, LayerFacts, VllmFacts
+from kvferry.engines.vllm_facts import INDEXER_ROWS, LayerFacts, TableFacts, VllmFacts
 from kvferry.engines.vllm_states import StateFacts
 from transfer.layout import LayerKind, LayerSpec
 
@@ -33,6 +33,7 @@ def facts_of(written: Mapping[str, Any], **changes: Any) -> VllmFacts:
     fields = dict(written)
     fields["stage_layers"] = tuple(fields["stage_layers"])
     fields["layers"] = tuple(LayerFacts(**{**layer, "state": _state_of(layer.get("state"))}) for layer in fields["layers"])
+    fields["stage_tables"] = tuple(TableFacts(**table) for table in fields["stage_tables"])
     fields["model_layers"] = tuple(LayerSpec(**{**one, "kind": LayerKind(one["kind"])}) for one in fields["model_layers"])
     return dataclasses.replace(VllmFacts(**fields), **changes)
 
