@@ -45,6 +45,9 @@ BATCH_BYTES: Final = 32 << 20
 _LATER_FIELDS: Final = ("row_format", "is_draft", "state")
 """Fields of a layer that earlier releases do not have."""
 
+_OTHER_FIELDS: Final = frozenset({"is_dcp_sharded"})
+"""Fields of a layer that do not matter: the store refuses context parallelism."""
+
 LOOP_TIMEOUT_S: Final = 30.0
 """Longest wait for kvferry's loop at start and at end. The loop has deadlines of its own."""
 
@@ -93,7 +96,8 @@ def rank_fields(facts: VllmFacts, caches: Mapping[str, Tensor], *, is_portable: 
 
 def _layer_fields(layer: LayerFacts) -> dict[str, object]:
     """Return the fields of a layer. Later fields are left out if empty, so pages of earlier releases stay valid."""
-    return {name: value for name, value in asdict(layer).items() if value or name not in _LATER_FIELDS}
+    fields = asdict(layer).items()
+    return {name: value for name, value in fields if (value or name not in _LATER_FIELDS) and name not in _OTHER_FIELDS}
 
 
 def fingerprint(ranks: Sequence[RankPages], *, model: Mapping[str, str], chunks: Mapping[str, object]) -> str:

@@ -231,7 +231,7 @@ def answering(content: bytes) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"[" * 100_000, "no JSON"),
+        (b"[" * 100_000, "invalid JSON"),
         (b" " * (1 << 20) + b"{}", "more than 1048576 bytes"),
         (
             b'{"kvferry_addresses": [], "dp_size": 1e400, "follow_bootstrap_room": 1, "page_size": 1, "attn_tp_size": 1}',
