@@ -223,7 +223,7 @@ FEATURES: Final = (
         nixl=Nixl(
             verdict="yes",
             found_in=f"{PAGE}; base_worker.py:606; ssm_conv_transfer_utils.py:72",
-            remark="with `VLLM_SSM_CONV_STATE_LAYOUT=DS`. Other TP degrees: in progress by its page, in the source",
+            remark="with `VLLM_SSM_CONV_STATE_LAYOUT=DS`. Other TP degrees: in the source, but in progress according to its page",
         ),
     ),
     Feature(
@@ -517,7 +517,7 @@ FEATURES: Final = (
                 "llama-tp2-block128",
             ),
             refuses=("heads that do not divide ranks",),
-            remark="any, where heads divide ranks",
+            remark="any; with more ranks than KV heads, a multiple of them",
         ),
         sglang=Cell(
             evidence=_CPU,
@@ -614,7 +614,7 @@ FEATURES: Final = (
             ),
             accepts=("llama-pp2", "windows in pipeline stages"),
             refuses=("windows in pipeline stages of an unknown architecture", "states in pipeline stages"),
-            remark="as of prefill",
+            remark="as on the prefill side",
         ),
         sglang=_refused("pp_size on the decode side=2"),
         nixl=Nixl(verdict="no", found_in="base_worker.py:775"),

@@ -278,7 +278,7 @@ class ConnectorLeader:
                 await self._all_there
         except TimeoutError:
             absent = sorted(set(range(self._num_ranks)) - self._hellos.keys())
-            reason = f"ranks {absent} of the engine have not come within {timeout_s:g} s"
+            reason = f"ranks {absent} of the engine have not connected within {timeout_s:g} s"
             leader = self._config.leader.address
             advice = (
                 "if they are on other hosts, set leader.address on all hosts"
@@ -317,14 +317,14 @@ class ConnectorLeader:
         return self._port.link
 
     async def _open_port(self, port: RankPort) -> None:
-        """Let the ranks of all hosts come."""
+        """Open the port to which the ranks of all hosts connect."""
         leader = self._config.leader
-        assert leader.address is not None, "it is the address of the port"
+        assert leader.address is not None, "the port opens at this address"
         await port.open(int(leader.address.rpartition(":")[2]), security_among_hosts(self._security, leader.peer_names))
         log.info("waiting_for_ranks", address=leader.address, ranks=self._num_ranks)
 
     def _why_not_admitted(self, rank: int) -> str:
-        return f"rank {rank} is there already; start the whole engine again" if rank in self._hellos else ""
+        return f"rank {rank} is already connected; restart the whole engine" if rank in self._hellos else ""
 
     def _on_misfit(self, reason: str) -> None:
         if not self._all_there.done():

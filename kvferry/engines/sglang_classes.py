@@ -98,7 +98,7 @@ class KvferryManager(BaseKVManager):
             host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
             self._bootstrap_url = NetworkAddress(host, get_disagg().disaggregation_bootstrap_port).to_url()
             self._telling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvferry-dp-rank")
-            if parallel.pp_rank == 0:  # the leader is there, which knows the other stages
+            if parallel.pp_rank == 0:  # only the leader, on this stage, knows the other stages
                 self.register_to_bootstrap()
         else:
             self.lookups = PrefillLookups()

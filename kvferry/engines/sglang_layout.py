@@ -32,7 +32,7 @@ INDEX_SCALE_BYTES: Final = 4
 MOVABLE_DTYPES: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3)
 
 PADDING_PAGE: Final = 0
-"""SGLang writes what it needs nowhere to this page of each pool."""
+"""Page of each pool to which SGLang writes values that it discards."""
 
 Scales = tuple[float, float]
 MorePages = Mapping[GroupKind, Sequence[int]]
@@ -172,7 +172,7 @@ def page_tables(
 
     Args:
         pages: Pages of full attention, from `start_token` on.
-        more_pages: Empty as long as no token of a window and no state travels.
+        more_pages: Empty until a token of a window or a state is transferred.
         num_tokens: Of the whole prompt.
 
     Raises:
@@ -361,7 +361,7 @@ def _convolution(state: Tensor, pool: Any, cut: EngineCut, layer: int) -> Iterat
     name = f"convolution of layer {layer}"
     blocks = pool.conv_shard_groups
     if blocks is None:
-        # SGLang does not tell how the channels are sharded, so ranks must have the same ones on both sides.
+        # SGLang does not report how the channels are sharded, so ranks must have the same ones on both sides.
         yield _part(_joined(state, 1, name).unsqueeze(1), cut, name)
         return
     rows = [state] if pool.conv_slice_axis == 0 else [row.unsqueeze(-1) for row in state.unbind(1)]

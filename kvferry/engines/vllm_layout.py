@@ -395,7 +395,7 @@ def check(facts: VllmFacts, *, has_store: bool) -> None:
                 "pipeline_parallel_size 1"
             )
     if facts.pp_size > 1 and len(facts.tables) > 1 and (has_store or not facts.model_layers):
-        unknown = "and kvferry does not know the model's architecture, nor so the layers of other pipeline stages"
+        unknown = "and kvferry does not know the model's architecture, and so not the layers of other pipeline stages"
         raise LayoutError(
             f"the layers have {len(facts.tables)} block tables, {'not tested with stages and store' if has_store else unknown}; "
             "start vLLM with --disable-hybrid-kv-cache-manager, or use pipeline_parallel_size 1"
@@ -459,14 +459,14 @@ def _check_layer(layer: LayerFacts, facts: VllmFacts) -> None:
     if layer.is_packed_otherwise:
         raise LayoutError(
             f"layer {layer.name} has rows in a format that kvferry does not know ({layer.spec}, {layer.dtype}, KV cache group "
-            f"{layer.group}); of formats with several kinds of values it moves {', '.join(ROW_FORMATS)}"
+            f"{layer.group}); supported formats with scales in the rows: {', '.join(ROW_FORMATS)}"
         )
     is_scaled_float8 = layer.quant_mode == "FP8_PER_TENSOR" and facts.cache_dtype in _FLOAT8_SETTINGS and layer.num_scales == 1
     if layer.quant_mode != "NONE" and not is_scaled_float8 and not layer.row_format:
         raise LayoutError(
             f"layer {layer.name} is quantised as {layer.quant_mode} (--kv-cache-dtype {facts.cache_dtype}, scales: "
-            f"{layer.num_scales}, KV cache group {layer.group}); of quantised caches fp8 (e4m3) with one scale per layer, "
-            f"{', '.join(ROW_FORMATS)} can be moved"
+            f"{layer.num_scales}, KV cache group {layer.group}); supported quantised caches: fp8 (e4m3) with one scale per "
+            f"layer, {', '.join(ROW_FORMATS)}"
         )
 
 

@@ -51,10 +51,10 @@ TablesToFill = Callable[[Sequence[Sequence[int]], int], Sequence[Sequence[int]]]
 """As `PageTables`, for a prompt of so many tokens that is fetched; see `VllmLayout.tables_to_fill`."""
 
 TablesToRead = Callable[[Sequence[list[int]], int], Sequence[list[int]]]
-"""Returns the page tables of a request whose first tokens, so many, are computed; see `VllmLayout.tables_to_read`."""
+"""Returns a request's page tables, given the number of its computed tokens; see `VllmLayout.tables_to_read`."""
 
 ClearTail = Callable[[Sequence[Sequence[int]], int], None]
-"""Zeroes the rest of the last block behind so many tokens of a prompt; see `VllmLayout.clear_tail`."""
+"""Zeroes the last block behind a prompt's tokens, given their number; see `VllmLayout.clear_tail`."""
 
 FirstNeededPages = Callable[[int], Sequence[int]]
 """Returns the first page that vLLM keeps in each page table, by the next token of a step."""

@@ -178,7 +178,7 @@ if _NAME not in KVConnectorFactory._registry:  # MultiConnector finds the classe
 
 
 def _check_draft_layers(facts: VllmFacts) -> None:
-    """Raise LayoutError if there are any: KV of their page's last token depends on the next one, which the name leaves out."""
+    """Reject draft layers: the KV of a page's last token depends on the next token, which is not part of the page's key."""
     if draft := next((layer for layer in facts.layers if layer.is_draft), None):
         raise LayoutError(
             f"layer {draft.name} of group {draft.group} is a draft model's, and the store keeps none: leave out "

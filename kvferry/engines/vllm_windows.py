@@ -1,7 +1,7 @@
 """Sliding windows and chunked local attention in vLLM's block tables, on the scheduler.
 
 With its hybrid KV cache manager, vLLM gives layers with a window or chunks block tables of their own, and frees blocks that no
-later token reads. Of a prompt, the last window or chunk travels. vLLM's blocks differ from it at both of its ends:
+later token reads. The last window or chunk of a prompt is transferred. vLLM's blocks differ from it at both of its ends:
 
 - vLLM keeps the tokens that the token after the prompt reads: of a window one token less, and nothing of a chunk that ends with
   the prompt. But a decode instance computes the prompt's last token again, which reads them. So prefill keeps the blocks until
@@ -43,7 +43,7 @@ class WindowTable:
         return self._first_read(num_tokens - 1)
 
     def lost_blocks(self, num_tokens: int) -> range:
-        """Return the entries of the table that travel and that vLLM frees after the prompt."""
+        """Return the entries of the table that are transferred and that vLLM frees after the prompt."""
         return range(self._first_read(num_tokens - 1) // self.block_size, self._first_read(num_tokens) // self.block_size)
 
     def _first_read(self, token: int) -> int:
@@ -80,7 +80,7 @@ class WindowBlocks:
         self._manager = manager
 
     def loses_first_token(self, num_tokens: int) -> bool:
-        """Return whether a request whose prompt is loaded whole has no block for the first token that travels of some layers."""
+        """Return whether some layers of a fully loaded prompt have no block for their first transferred token."""
         return any(table.lost_blocks(num_tokens) for table in self._tables)
 
     def num_loaded(self, num_tokens: int) -> int:
@@ -88,7 +88,7 @@ class WindowBlocks:
         return num_tokens - self.loses_first_token(num_tokens)
 
     def keep(self, request_id: str, num_tokens: int) -> None:
-        """Keep the blocks that travel and that vLLM is about to free until `release`. The prompt's last step is scheduled."""
+        """Keep blocks to transfer that vLLM is about to free, until `release`. The prompt's last step is scheduled."""
         if request_id in self._kept or not self.loses_first_token(num_tokens):
             return
         blocks = self._manager.get_blocks(request_id).blocks

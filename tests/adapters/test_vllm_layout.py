@@ -468,7 +468,7 @@ STAGE = facts_of(ranks(recorded("llama-pp2"))[1]["facts"])
         (replace(LLAMA, model_dtype="int8"), "--dtype has dtype int8"),
         (
             replace(STAGE, stage_tables=STAGE.stage_tables * 2, model_layers=()),
-            "the layers have 2 block tables, and kvferry does not know the model's architecture, nor so the layers of other",
+            "the layers have 2 block tables, and kvferry does not know the model's architecture, and so not the layers of other",
         ),
         (replace(LLAMA, layers=()), "no layer of this rank keeps KV"),
         (with_layer(LLAMA, name="model.layers.2.cross.attn"), r"layers\.2\.\S+ and \S+\.2\.cross\.attn are caches of one layer"),

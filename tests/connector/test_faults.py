@@ -136,7 +136,7 @@ def test_two_instances_of_one_name(start: Start) -> None:
 @pytest.mark.parametrize(
     ("hellos", "refusal"),
     [
-        ((), r"ranks \[0, 1\] of the engine have not come within 0.2 s"),
+        ((), r"ranks \[0, 1\] of the engine have not connected within 0.2 s"),
         ((hello(0), hello(1, pool_pages=9)), "ranks 0 and 1 have 8 and 9 pages"),
     ],
     ids=["absent", "unlike"],

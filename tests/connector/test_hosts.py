@@ -53,7 +53,9 @@ def test_an_engine_of_another_name_does_not_come(address: str) -> None:
     config = load_config(ConnectorConfig, flags={"tls.insecure": 1} | settings)
     leader = ConnectorLeader(config, instance="one", num_ranks=1, sides=DECODE)
     try:
-        with pytest.raises(ConfigError, match=r"ranks \[0\] of the engine have not come within 0\.2 s: leader\.address is 127"):
+        with pytest.raises(
+            ConfigError, match=r"ranks \[0\] of the engine have not connected within 0\.2 s: leader\.address is 127"
+        ):
             leader.start(0.2)
     finally:
         leader.close()

@@ -164,13 +164,13 @@ class PeersConfig(Section):
 
 
 class LeaderConfig(Section):
-    """Where the ranks of an engine that spans hosts meet their leader. The settings are the same on all of its hosts."""
+    """The port to which the ranks of an engine that spans hosts connect. The settings are the same on all of its hosts."""
 
     address: HostPort | None = Field(
         default=None,
         description=(
-            "host:port on the first of the engine's hosts, where its scheduler runs. null: all ranks are on one host, and meet "
-            "their leader over a Unix socket."
+            "host:port on the first of the engine's hosts, where its scheduler runs. null: all ranks are on one host, and "
+            "connect to their leader over a Unix socket."
         ),
     )
     peer_names: Annotated[tuple[PeerName, ...], BeforeValidator(listed)] = Field(

@@ -397,12 +397,12 @@ class ConnectorConfig(InstanceConfig):
 
 
 def _check_ports(first_ports: Mapping[str, int], num_replicas: int) -> None:
-    """Raise ConfigError if ports that begin with these overlap, or are none."""
+    """Raise ConfigError if the port ranges of the replicas overlap or exceed the highest port."""
     before: tuple[str, int] | None = None
     for name, port in sorted(first_ports.items(), key=lambda one: one[1]):
         if port + num_replicas - 1 > MAX_PORT:
             raise ConfigError(
-                f"{name} is {port}, and {num_replicas} data-parallel replicas need as many ports from it on; it must be at most "
+                f"{name} is {port}, and {num_replicas} data-parallel replicas need as many consecutive ports; it must be at most "
                 f"{MAX_PORT - num_replicas + 1}"
             )
         if before is not None and port - before[1] < num_replicas:

@@ -170,7 +170,7 @@ class GroupPlacementConfig(PlacementConfig):
     group_size: Count | None = Field(
         default=None,
         description=(
-            "Most prefill nodes that a decode node joins. Each decode node chooses others of the listed nodes. null joins all."
+            "Maximum prefill nodes that a decode node joins. Each decode node chooses its own subset of those listed. null: all."
         ),
     )
 
