@@ -7,6 +7,7 @@ import contextlib
 import gc
 import resource
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -246,7 +247,9 @@ class DecodeSessions:
                 raise
             bandwidth = probe.bandwidth_bytes_per_s
             if self._context.device.type == "cpu":
-                bandwidth = min(bandwidth, await asyncio.to_thread(host_copy_bytes_per_s))
+                with ThreadPoolExecutor(1) as thread:  # the loop's own executor would keep its thread in the next role
+                    most = await asyncio.get_running_loop().run_in_executor(thread, host_copy_bytes_per_s)
+                bandwidth = min(bandwidth, most)
         link = Link(
             prefill_rank=self._context.rank,
             decode_rank=decode_rank,
