@@ -135,7 +135,7 @@ def test_between_ticks_a_watermark_without_room_for_every_range_goes_to_those_wh
 
 
 def test_a_watermark_names_the_ranges_of_a_grant_that_may_be_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer is told at once (the session is in the news), so the watermark must name what it waits for."""
+    """The next watermark is sent to the writer at once, so it must name the bytes that the writer waits for."""
     for module in ("ring", "receive.receiver"):
         monkeypatch.setattr(f"transfer.{module}.MAX_PUBLISHED_RANGES", 2)
     num_gaps, of_half = 8, WHOLE_CHUNK // 2

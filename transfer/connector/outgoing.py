@@ -115,7 +115,8 @@ class OutgoingTransfers(ABC):
         self._on_outcome = on_outcome
         self._on_given_up = on_given_up
         self._transfers: dict[str, Transfer] = {}  # by id, until no rank knows it
-        # Each join is told of the others' tokens with each heartbeat, and each event looks at the queue. So both are counted.
+        # Each heartbeat of a join contains the tokens of the other joins, and each event reads the length of the queue. So both
+        # are counted.
         self._unstarted: OrderedDict[str, Transfer] = OrderedDict()  # in the order of acceptance
         self._of: dict[Join, dict[str, Transfer]] = {}  # no join has none
         self._num_tokens = 0  # of transfers that are not over

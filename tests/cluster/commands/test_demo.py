@@ -62,7 +62,8 @@ def test_interrupted_demo_leaves_nothing(tmp_path: Path, model: Path) -> None:
         command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
     try:
-        # Its guard, the fork server, the reference and two leaders; each has left the demo's session, so that the signal does not reach it.
+        # Its guard, the fork server, the reference and two leaders. Each has left the demo's session, so the signal does not
+        # reach it.
         while len(sessions_of(processes_with(f"STARTED_BY_TEST={value}")) - {process.pid}) < 5:
             assert process.poll() is None
             time.sleep(0.05)

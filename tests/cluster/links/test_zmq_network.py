@@ -108,34 +108,19 @@ def port_of(server: ZmqControlServer) -> int:
     return int(server.address.rpartition(":")[2])
 
 
-def test_a_session_survives_a_silent_network(server: ZmqControlServer, ears: Ears) -> None:
-    """Neither end hears of the break: both heartbeats time out, and the new connection must not meet the old id still alive."""
-    proxy = Proxy(port_of(server))
-    client = open_client(proxy.address)
-    wait_for(ears, server, client, b"one")
-    time.sleep(5 * HEARTBEAT_INTERVAL_MS / 1000)  # its first heartbeat tells the server when to give it up
-    proxy.is_silent = True
-    begin = time.monotonic()
-    while server.send(7, b"?"):
-        assert time.monotonic() - begin < DEADLINE_S, "a silent peer was not noticed"
-        time.sleep(0.05)
-    proxy.cut()
-    proxy.is_silent = False
-    wait_for(ears, server, client, b"two")
-    client.close()
-    proxy.close()
+@pytest.mark.parametrize("has_payload", [False, True], ids=["after a heartbeat", "right after a payload"])
+def test_a_session_survives_a_silent_network(has_payload: bool, server: ZmqControlServer, ears: Ears) -> None:
+    """Neither end hears of the break: both heartbeats time out, and the new connection must not meet the old id still alive.
 
-
-def test_a_server_notices_silence_right_after_a_payload(server: ZmqControlServer, ears: Ears) -> None:
-    """A payload cancels the time limit of the client's last heartbeat, so the server needs heartbeats of its own.
-
-    Otherwise it keeps the dead connection, and ignores the client's next one, which has the same id, for ever.
+    A payload cancels the time limit of the client's last heartbeat, so the server needs heartbeats of its own. Otherwise it keeps
+    the dead connection, and ignores the client's next one for ever.
     """
     proxy = Proxy(port_of(server))
     client = open_client(proxy.address)
     wait_for(ears, server, client, b"one")
-    time.sleep(5 * HEARTBEAT_INTERVAL_MS / 1000)
-    wait_for(ears, server, client, b"two")
+    time.sleep(5 * HEARTBEAT_INTERVAL_MS / 1000)  # its first heartbeat tells the server when to give it up
+    if has_payload:
+        wait_for(ears, server, client, b"two")
     proxy.is_silent = True
     begin = time.monotonic()
     while server.send(7, b"?"):
