@@ -24,6 +24,9 @@ class Answer:
     """One request.
 
     Attributes:
+        text: Generated text. A token with a part of a character shows only with the rest of it.
+        token_ids: Generated tokens; empty if the load did not ask for them.
+        num_tokens: Generated tokens, as the server counts them.
         ttft_s: Seconds until the first token; 0 without one.
         intervals_s: Seconds between tokens.
         end_to_end_s: Seconds until the end.
@@ -32,7 +35,9 @@ class Answer:
     """
 
     prompt_tokens: int
+    text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    num_tokens: int = 0
     ttft_s: float = 0.0
     intervals_s: list[float] = field(default_factory=list)
     end_to_end_s: float = 0.0
@@ -55,6 +60,7 @@ async def send_load(
     in_flight: int,
     output_tokens: int,
     salt: str,
+    has_token_ids: bool = False,
     patience_s: Mapping[int, float] = MappingProxyType({}),
 ) -> Load:
     """Send all prompts and return the answers.
@@ -65,16 +71,30 @@ async def send_load(
         in_flight: Number of clients.
         output_tokens: Tokens that every request generates (greedily).
         salt: Keeps the prefix caches of servers apart from those of other loads.
+        has_token_ids: Ask for token ids. vLLM then sends those of the prompt, too, with the first token: milliseconds of a long
+            prompt, twice behind a router.
         patience_s: Seconds after which a client closes its connection, by index of the prompt. Other clients wait for the end.
     """
     answers = [Answer(prompt_tokens=len(prompt)) for prompt in prompts]
     waiting = iter(range(len(prompts)))
     timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+    common: dict[str, Any] = {
+        "model": "model",
+        "max_tokens": output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "cache_salt": salt,
+    }
+    if has_token_ids:
+        common["return_token_ids"] = True
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def run_client() -> None:
             for index in waiting:
-                asking = _ask(session, urls[index % len(urls)], prompts[index], output_tokens, salt, answers[index])
+                body = {"prompt": list(prompts[index]), **common}
+                asking = _ask(session, urls[index % len(urls)], body, answers[index])
                 try:
                     async with asyncio.timeout(patience_s.get(index)):
                         await asking
@@ -86,19 +106,7 @@ async def send_load(
         return Load(answers=tuple(answers), duration_s=time.perf_counter() - begin_s)
 
 
-async def _ask(
-    session: aiohttp.ClientSession, url: str, prompt: Sequence[int], output_tokens: int, salt: str, answer: Answer
-) -> None:
-    body = {
-        "model": "model",
-        "prompt": list(prompt),
-        "max_tokens": output_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-        "cache_salt": salt,
-    }
+async def _ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any], answer: Answer) -> None:
     begin_s = last_s = time.perf_counter()
     try:
         async with session.post(f"{url}/v1/completions", json=body) as response:
@@ -115,13 +123,14 @@ async def _ask(
                 else:
                     answer.ttft_s = now_s - begin_s
                 last_s = now_s
+                answer.text += choice.get("text") or ""
                 answer.token_ids += choice.get("token_ids") or []
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     finally:
         answer.end_to_end_s = time.perf_counter() - begin_s
-        if not answer.error and len(answer.token_ids) != output_tokens:
-            answer.error = f"the answer has {len(answer.token_ids)} tokens instead of {output_tokens}"
+        if not answer.error and answer.num_tokens != body["max_tokens"]:
+            answer.error = f"the answer has {answer.num_tokens} tokens instead of {body['max_tokens']}"
 
 
 def _choice(line: bytes, answer: Answer) -> dict[str, Any] | None:
@@ -131,6 +140,8 @@ def _choice(line: bytes, answer: Answer) -> dict[str, Any] | None:
     content = json.loads(line[6:])
     if "error" in content:
         answer.error = str(content["error"])[:300]
+    if usage := content.get("usage"):
+        answer.num_tokens = usage["completion_tokens"]
     choices = content.get("choices") or [None]
     choice: dict[str, Any] | None = choices[0]
     return choice

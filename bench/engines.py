@@ -46,7 +46,7 @@ class Cell:
 
     Attributes:
         given_up: Requests whose client closed the connection. They count neither as failed nor as answered.
-        differing: Answers whose tokens differ from those of the first setup.
+        differing: Answers whose text, or with `--token-ids` whose tokens, differ from those of the first setup.
         preemptions: How often the vLLM servers of the setup preempted a request.
         ttft_p50_s: Median time to first token of each turn.
         requests_per_s: Complete answers per second.
@@ -132,7 +132,7 @@ def cell_of(
         failed=len(answers) - len(served) - given_up,
         given_up=given_up,
         differing=sum(
-            not (answer.is_given_up or other.is_given_up or answer.error or other.error) and answer.token_ids != other.token_ids
+            not (answer.is_given_up or other.is_given_up or answer.error or other.error) and (answer.text, answer.token_ids) != (other.text, other.token_ids)
             for answer, other in zip(answers, others, strict=True)
         ),
         preemptions=preemptions,
@@ -212,6 +212,7 @@ class Comparison:
                     in_flight=in_flight,
                     output_tokens=arguments.output_tokens,
                     salt=f"load {in_flight}",
+                    has_token_ids=arguments.token_ids,
                     patience_s=patience_s,
                 )
                 loads[setup.name].append(load)
@@ -239,6 +240,7 @@ class Comparison:
             "tp": [self._serving.prefill_tp, self._serving.decode_tp],
             "gpus": [self._serving.prefill_gpus, self._serving.decode_gpus],
             "output_tokens": self._arguments.output_tokens,
+            "token_ids": self._arguments.token_ids,
             "slo_s": [self._arguments.slo_ttft, self._arguments.slo_tpot],
             "started_s": self.started_s,
             "failures": self.failures,
@@ -289,6 +291,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="requests per client in each turn; a turn has at least 8 requests")
     parser.add_argument("--turns", type=int, default=3, help="loads of each length and number of clients, for each setup")
     parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--token-ids", action="store_true", help="compare token ids, not texts; the first token then takes longer")
     parser.add_argument("--slo-ttft", type=float, default=0.5, help="objective in seconds, for goodput")
     parser.add_argument("--slo-tpot", type=float, default=0.05, help="objective in seconds, for goodput")
     parser.add_argument("--model", type=Path, help="folder of a model with at least 768 tokens (default: see above)")

@@ -27,11 +27,14 @@ async def server() -> AsyncIterator[str]:
             return web.Response(status=503, text="no room")
         response = web.StreamResponse()
         await response.prepare(request)
-        for token in range(body["max_tokens"] - (kind == CUT_OFF)):
+        num_tokens = body["max_tokens"] - (kind == CUT_OFF)
+        for token in range(kind, kind + num_tokens):
             await asyncio.sleep(PAUSE_S)
-            content = {"error": "it broke"} if kind == BROKEN else {"choices": [{"text": "", "token_ids": [token + kind]}]}
+            choice = {"text": f"{token} "} | ({"token_ids": [token]} if body.get("return_token_ids") else {})
+            content = {"error": "it broke"} if kind == BROKEN else {"choices": [choice]}
             await response.write(f"data: {json.dumps(content)}\n\n".encode())
-        await response.write(b'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\ndata: [DONE]\n\n')
+        usage = {"choices": [], "usage": {"completion_tokens": num_tokens}} if body["stream_options"]["include_usage"] else {}
+        await response.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
         return response
 
     app = web.Application()
@@ -46,14 +49,17 @@ async def server() -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def load_of(*first_tokens: int, in_flight: int = 2) -> Load:
+async def load_of(*first_tokens: int, in_flight: int = 2, has_token_ids: bool = False) -> Load:
+    prompts = [[token] * 5 for token in first_tokens]
     async with server() as url:
-        return await send_load([url], [[token] * 5 for token in first_tokens], in_flight=in_flight, output_tokens=3, salt="a")
+        return await send_load([url], prompts, in_flight=in_flight, output_tokens=3, salt="a", has_token_ids=has_token_ids)
 
 
-async def test_answers_have_their_tokens_and_times() -> None:
-    load = await load_of(1, 2)
-    assert [answer.token_ids for answer in load.answers] == [[1, 2, 3], [2, 3, 4]]
+@pytest.mark.parametrize("has_token_ids", [False, True])
+async def test_answers_have_their_tokens_and_times(has_token_ids: bool) -> None:
+    load = await load_of(1, 2, has_token_ids=has_token_ids)
+    assert [answer.text for answer in load.answers] == ["1 2 3 ", "2 3 4 "]
+    assert [answer.token_ids for answer in load.answers] == ([[1, 2, 3], [2, 3, 4]] if has_token_ids else [[], []])
     for answer in load.answers:
         assert answer.ttft_s >= PAUSE_S and len(answer.intervals_s) == 2 and not answer.error
         assert answer.end_to_end_s >= answer.ttft_s + sum(answer.intervals_s)
@@ -69,7 +75,7 @@ async def test_a_client_that_gives_up_closes_the_connection_and_is_counted_apart
         prompts = [[token] * 5 for token in (1, 2, BROKEN)]
         load = await send_load([url], prompts, in_flight=1, output_tokens=3, salt="a", patience_s={1: 1.5 * PAUSE_S, 2: 0})
     assert [answer.is_given_up for answer in load.answers] == [False, True, True]
-    assert load.answers[1].token_ids == [2] and not load.answers[2].token_ids
+    assert load.answers[1].text == "2 " and not load.answers[2].text
     cell = cell_of("kvferry", [load], [load], in_flight=1, slo_ttft_s=60, slo_tpot_s=60)
     assert (cell.requests, cell.failed, cell.given_up, cell.differing, cell.ttft_s.samples) == (3, 0, 2, 0, 1)
 
