@@ -85,4 +85,4 @@ def _is_empty_choice(choice: dict[str, Any]) -> bool:
     delta = choice.get("delta")
     if isinstance(delta, dict):
         return not any(value for name, value in delta.items() if name != "role")
-    return choice.get("text") == ""
+    return not isinstance(choice.get("text"), str)  # an empty text is a token that has no whole character yet

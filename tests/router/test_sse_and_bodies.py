@@ -67,9 +67,10 @@ def test_the_first_token_of_recorded_streams_is_found() -> None:
 @pytest.mark.parametrize(
     ("choice", "is_empty"),
     [
-        ({"text": "", "finish_reason": None}, True),
-        ({"text": "", "finish_reason": "stop"}, False),
-        ({"text": "", "finish_reason": None, "token_ids": [5]}, False),
+        ({"text": "", "finish_reason": None}, False),
+        ({"finish_reason": None}, True),
+        ({"finish_reason": "stop"}, False),
+        ({"finish_reason": None, "token_ids": [5]}, False),
         ({"text": " "}, False),
         ({"delta": {"role": "assistant"}}, True),
         ({"delta": {"tool_calls": [{"index": 0}]}}, False),
