@@ -132,7 +132,8 @@ def cell_of(
         failed=len(answers) - len(served) - given_up,
         given_up=given_up,
         differing=sum(
-            not (answer.is_given_up or other.is_given_up or answer.error or other.error) and (answer.text, answer.token_ids) != (other.text, other.token_ids)
+            not (answer.is_given_up or other.is_given_up or answer.error or other.error)
+            and (answer.text, answer.token_ids) != (other.text, other.token_ids)
             for answer, other in zip(answers, others, strict=True)
         ),
         preemptions=preemptions,
@@ -291,7 +292,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="requests per client in each turn; a turn has at least 8 requests")
     parser.add_argument("--turns", type=int, default=3, help="loads of each length and number of clients, for each setup")
     parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--token-ids", action="store_true", help="compare token ids, not texts; the first token then takes longer")
+    parser.add_argument("--token-ids", action="store_true", help="compare token ids instead of texts; slows the first token")
     parser.add_argument("--slo-ttft", type=float, default=0.5, help="objective in seconds, for goodput")
     parser.add_argument("--slo-tpot", type=float, default=0.05, help="objective in seconds, for goodput")
     parser.add_argument("--model", type=Path, help="folder of a model with at least 768 tokens (default: see above)")
