@@ -17,21 +17,21 @@ def _spec(kind: str, name: str, help_text: str, *labels: str, buckets: tuple[flo
 
 
 ROUTER_METRICS: Final = (
-    _spec("counter", "requests", "Requests to generate that ended, by endpoint and outcome.", "endpoint", "outcome"),
-    _spec("gauge", "running_requests", "Requests to generate that are under way."),
-    _spec("counter", "retries", "Attempts of requests after their first, all before the first token."),
+    _spec("counter", "requests", "Requests that ended.", "endpoint", "outcome"),
+    _spec("gauge", "running_requests", "Requests in flight."),
+    _spec("counter", "retries", "Further attempts of requests, all before the first token."),
     _spec("counter", "flows",
-          "Attempts by flow: concurrent, sequential, fetched (prefill nodes), alone (no prefill), node (decode nodes).",
+          "Attempts: concurrent, sequential, fetched (prefill nodes), alone (no prefill), node (decode nodes).",
           "flow"),
-    _spec("counter", "decode_alone", "Requests whose prompt the decode server computed, by why it had to.", "reason"),
-    _spec("counter", "prefills_without_kv", "Prompts that a prefill server computed without saying where their KV is."),
-    _spec("histogram", "prefill_seconds", "Seconds until a prefill server had answered.", buckets=TOKEN_BUCKETS_S),
-    _spec("histogram", "time_to_first_token_seconds", "Seconds from a request's arrival to the first part of its answer.",
+    _spec("counter", "decode_alone", "Requests whose prompt the decode server computed.", "reason"),
+    _spec("counter", "prefills_without_kv", "Prompts of prefill servers that did not return the place of their KV."),
+    _spec("histogram", "prefill_seconds", "Time until a prefill server answers.", buckets=TOKEN_BUCKETS_S),
+    _spec("histogram", "time_to_first_token_seconds", "Time until the first part of an answer.",
           buckets=TOKEN_BUCKETS_S),
-    _spec("gauge", "servers", "Servers by tier and state: healthy, open (left out for a while), unhealthy, unfit.",
+    _spec("gauge", "servers", "Servers: healthy, open (left out for a while), unhealthy, unfit.",
           "tier", "state"),
-    _spec("counter", "server_failures", "Attempts that a server failed, by tier and reason.", "tier", "reason"),
-    _spec("counter", "breaker_openings", "Times that a server's circuit breaker opened.", "tier"),
+    _spec("counter", "server_failures", "Attempts that failed at a server.", "tier", "reason"),
+    _spec("counter", "breaker_openings", "Openings of servers' circuit breakers.", "tier"),
 )  # fmt: skip
 
 
