@@ -180,9 +180,9 @@ class ConnectorLeader:
             return PromptView(state=PromptState.WAITING)
         return self.incoming.prompts.view(name)
 
-    def take_first_tokens(self) -> dict[str, int]:
+    def take_first_tokens(self, *, patience_s: float = 0.0) -> dict[str, int]:
         """Return the first tokens of received prompts, by name; see `BoundPrompts.take_first_tokens`."""
-        return {} if self._is_closed else self.incoming.prompts.take_first_tokens()
+        return {} if self._is_closed else self.incoming.prompts.take_first_tokens(patience_s=patience_s)
 
     def bind(self, name: str, tables: Sequence[Sequence[int]], *, start_token: int | None = None) -> None:
         """Record the pages that the engine allocated for the whole prompt. `Settled` follows on every rank.

@@ -137,12 +137,15 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         """Enable first tokens from the prefill side. The caller must then call `take_first_tokens` after each step."""
         self._scheduler.may_use_first_tokens = True
 
-    def take_first_tokens(self) -> dict[str, int]:
+    def take_first_tokens(self, *, patience_s: float = 0.0) -> dict[str, int]:
         """Return the first tokens of requests whose KV arrived on all workers since the last call, by request id.
 
         The workers report the same requests later, in `finished_recving`.
+
+        Args:
+            patience_s: Longest wait for a request that lacks only its KV or only its token.
         """
-        return self._scheduler.take_first_tokens()
+        return self._scheduler.take_first_tokens(patience_s=patience_s)
 
     # Called in the workers' processes
 

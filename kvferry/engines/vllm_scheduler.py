@@ -30,6 +30,9 @@ from transfer.errors import ConfigError
 
 log = structlog.get_logger(__name__)
 
+PATIENCE_S: Final = 0.003
+"""Longest wait of an idle engine's step for the rest of a request. It also delays the first step of a new request."""
+
 
 class FirstTokenScheduler(AsyncScheduler):
     """See the module's docstring.
@@ -68,7 +71,9 @@ class FirstTokenScheduler(AsyncScheduler):
         return ""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
-        tokens = self.connector.take_first_tokens() if self._uses_first_tokens else {}
+        # An idle engine sleeps 1 ms between two steps. It must not sleep while a token arrives.
+        patience_s = 0.0 if self.running else PATIENCE_S
+        tokens = self.connector.take_first_tokens(patience_s=patience_s) if self._uses_first_tokens else {}
         waiting = {request_id: token for request_id, token in tokens.items() if self._is_waiting(request_id)}
         if waiting:
             # The workers report these requests, too, but with the results of a later step.

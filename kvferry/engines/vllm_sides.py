@@ -462,10 +462,10 @@ class SchedulerSide:
         for request_id in request_ids:
             self._windows.release(request_id)
 
-    def take_first_tokens(self) -> dict[str, int]:
+    def take_first_tokens(self, *, patience_s: float = 0.0) -> dict[str, int]:
         """Return the first tokens of requests whose KV arrived since the last call, by request id. Call before `received`."""
         tokens: dict[str, int] = {}
-        for name, token in self._leader.take_first_tokens().items():
+        for name, token in self._leader.take_first_tokens(patience_s=patience_s).items():
             wanted = self._wanted.get(request_id_of(name))
             if wanted is not None and wanted.name == name:
                 tokens[request_id_of(name)] = token

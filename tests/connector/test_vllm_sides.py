@@ -6,6 +6,7 @@ What its scheduler and workers hand over are plain objects with the attributes t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -289,6 +290,25 @@ def test_the_token_of_a_request_that_ends_before_its_kv_is_there_is_forgotten(pa
     decode.end(request, is_done=False)
     assert decode.scheduler.take_first_tokens() == {}
     decode.wait_for("received", "b")
+
+
+def test_an_idle_engine_waits_for_the_token_of_a_request_that_has_its_kv(pair: Pair) -> None:
+    source, target = pair()
+    prefill, decode = Vllm(source), Vllm(target)
+    decode.scheduler.may_use_first_tokens = True
+    request = prefill.offered()
+    prefill.step(request, 48)
+    wanted = decode.wanted(source)
+    wanted.kv_transfer_params["use_first_token"] = True
+    assert decode.matched(wanted) == (100, True)
+    assert decode.scheduler.take_first_tokens(patience_s=600) == {}, "nothing has arrived, so it does not wait"
+    decode.bind(wanted)
+    prefill.step(request, 52)
+    wait_for(lambda: target.leader.incoming.prompts.transfers.newest_partial is not None, "the leader knows that the KV is there")
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(decode.scheduler.take_first_tokens, patience_s=600)
+        prefill.end(request)
+        assert taken.result(timeout=60) == {"b": 7}
 
 
 def begin_sending(prefill: Vllm, decode: Vllm, source: Instance) -> Any:

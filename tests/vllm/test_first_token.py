@@ -65,7 +65,7 @@ class Leader:
     def view(self, name: str) -> PromptView:
         return PromptView(state=PromptState.READY)
 
-    def take_first_tokens(self) -> dict[str, int]:
+    def take_first_tokens(self, *, patience_s: float) -> dict[str, int]:
         tokens, self.tokens = self.tokens, {}
         return tokens
 

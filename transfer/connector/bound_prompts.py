@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -142,6 +143,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
         self._tracer = tracer
         self._prompts: dict[str, BoundPrompt] = {}  # by the engine's name, until they are settled
         self._first_tokens: deque[tuple[str, int]] = deque()  # names and tokens of received prompts, until the engine takes them
+        self._has_first_tokens = threading.Event()
         self._telling: set[asyncio.Task[None]] = set()  # calls that let prefill nodes release a prompt
         self._is_closed = False
 
@@ -154,12 +156,19 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
         prompt = self._prompts.get(name)
         return None if prompt is None else prompt.shown
 
-    def take_first_tokens(self) -> dict[str, int]:
+    def take_first_tokens(self, *, patience_s: float = 0.0) -> dict[str, int]:
         """Return the first tokens of prompts received since the last call, by name. Omit prompts that do not need the token.
 
         The KV of such a prompt is in the pool, but the ranks report `Settled` a little later. The engine may have cancelled the
         prompt in the meantime.
+
+        Args:
+            patience_s: Longest wait for a token, if there is none yet and the newest prompt lacks only its KV or only its token.
         """
+        newest = self.transfers.newest_partial
+        if patience_s and not self._first_tokens and newest is not None and newest.stage is AttemptStage.RECEIVING:
+            self._has_first_tokens.wait(patience_s)
+        self._has_first_tokens.clear()
         tokens: dict[str, int] = {}
         while self._first_tokens:
             name, token = self._first_tokens.popleft()
@@ -361,6 +370,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
                 token = prompt.current.first_token
                 assert token is not None
                 self._first_tokens.append((prompt.name, token))
+                self._has_first_tokens.set()
             self._settle(prompt, "")
             self.transfers.forget(prompt)
             return

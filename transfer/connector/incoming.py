@@ -130,6 +130,8 @@ class IncomingTransfers(Generic[PromptT]):
         self._observer = observer
         self._name_attempt = name_attempt
         self._attempts: dict[str, Attempt[PromptT]] = {}  # current ones, and earlier ones that a rank still holds
+        self.newest_partial: Attempt[PromptT] | None = None
+        """Newest attempt that was seen to lack only its KV or only its first token. It can be over."""
         self._num_waiting = 0  # of them, those that wait for a prefill node or for room
         self._unsent: list[Attempt[PromptT]] = []  # attempts that wait for any prefill node to join, the oldest prompt's first
         self._placing: asyncio.TimerHandle | None = None
@@ -787,8 +789,11 @@ class IncomingTransfers(Generic[PromptT]):
 
     def run_if_whole(self, attempt: Attempt[PromptT]) -> None:
         """Settle the prompt only when every rank has the complete KV, and all data that belongs to it has arrived."""
-        is_receiving = attempt.stage is AttemptStage.RECEIVING
-        if is_receiving and not attempt.receiving and not attempt.lacks and not self._scheduler.is_loading(attempt):
+        if attempt.stage is not AttemptStage.RECEIVING:
+            return
+        if attempt.prompt.needs_first_token and bool(attempt.receiving) != bool(attempt.lacks):
+            self.newest_partial = attempt
+        if not attempt.receiving and not attempt.lacks and not self._scheduler.is_loading(attempt):
             attempt.stage = AttemptStage.WHOLE
             self._judge(attempt, Verdict.SUCCESS)
             self._scheduler.settled(attempt.prompt, None)
