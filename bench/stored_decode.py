@@ -140,6 +140,14 @@ def measure(device: str, *, num_layers: int, stored_bytes: int, directory: Path,
             layer, block = divmod(number, len(stored))
             expected = slices[block * size : (block + 1) * size, layer]
             assert torch.equal(buffer[: expected.numel()].view(expected.shape), expected)
+
+        def logits(one: DecodeItem) -> Tensor:
+            found = engine.logits(engine.decode_batch([one]))
+            assert found is not None
+            return found.float().cpu()
+
+        of_host, of_store = logits(in_host), logits(in_store)
+        difference = float((of_host - of_store).abs().max() / of_host.abs().max())
         measured: dict[str, Callable[[], object]] = {
             "host memory": lambda: engine.decode([in_host]),
             "reads alone": read,
@@ -152,7 +160,11 @@ def measure(device: str, *, num_layers: int, stored_bytes: int, directory: Path,
         in_memory = report.add(case, "host memory", samples_s["host memory"], num_bytes=num_bytes)
         alone = report.add(case, "reads alone", samples_s["reads alone"], num_bytes=num_bytes)
         step = report.add(case, "store", samples_s["store"], num_bytes=num_bytes, against=in_memory)
-        report.facts[case] = {"time over the sum": step.median_s / (in_memory.median_s + alone.median_s)}
+        report.facts[case] = {
+            "time over the sum": step.median_s / (in_memory.median_s + alone.median_s),
+            "largest difference of logits, of the largest logit": difference,
+            "logits that differ": int((of_host != of_store).sum()),
+        }
     engine.close()
     host.close()
     return report
