@@ -6,7 +6,6 @@ exist. NixlConnector's column is handwritten, from vLLM's documentation and sour
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -89,7 +88,7 @@ def _refused(*cases: str, remark: str = "") -> Cell:
 
 
 def _drafts_of_nodes(method: str) -> Cell:
-    return _refused(f"decode speculative.method={method}", remark="nodes have draft models and n-grams")
+    return _refused(f"decode speculative.method={method}")
 
 
 _DRAFTS_OF_SGLANG = Cell(
@@ -97,7 +96,7 @@ _DRAFTS_OF_SGLANG = Cell(
     shown_by=(f"{_POOLS}test_a_draft_model_is_the_last_layers",),
     accepts=("draft",),
     refuses=("draft with windows", "draft in other pages"),
-    remark="both sides need the same draft model",
+    remark="equal on both sides",
 )
 
 FEATURES: Final = (
@@ -150,16 +149,16 @@ FEATURES: Final = (
             ),
             accepts=("gemma3-groups", "gemma4-groups", "gpt-oss-groups", "mistral-window-groups"),
             refuses=("windows in pipeline stages of an unknown architecture", "windows in pipeline stages and a store"),
-            remark="the last window; with pipeline stages where kvferry knows the architecture",
+            remark="the last window; [pipeline stages](vllm.md#sliding-windows) of known architectures",
         ),
         sglang=Cell(
             evidence=_CPU,
             shown_by=(f"{_SERVED}test_of_a_window_only_its_tokens_travel", f"{_POOLS}test_windows_have_pages_of_their_own"),
             accepts=("swa",),
             refuses=("swa of unknown size", "disaggregation_decode_enable_radix_cache with sliding windows=True"),
-            remark="`SWAKVPool`, the last window; not with a prefix cache on decode",
+            remark="the last window; no prefix cache on decode",
         ),
-        nixl=Nixl(verdict="yes", found_in=f"{PAGE}; base_scheduler.py:277", remark="whole blocks of the window"),
+        nixl=Nixl(verdict="yes", found_in=f"{PAGE}; base_scheduler.py:277", remark="whole blocks"),
     ),
     Feature(
         name="sliding windows, hybrid KV cache manager off",
@@ -180,9 +179,9 @@ FEATURES: Final = (
             evidence=_SOURCE,
             shown_by=(f"{_POOLS}test_pages_are_sglangs_own_memory",),
             accepts=("mha",),
-            remark="every token, in a plain pool",
+            remark="every token",
         ),
-        nixl=Nixl(verdict="yes", found_in="metadata.py:198", remark="the same on both sides"),
+        nixl=Nixl(verdict="yes", found_in="metadata.py:198", remark="equal on both sides"),
     ),
     Feature(
         name="chunked local attention (Llama 4)",
@@ -195,7 +194,7 @@ FEATURES: Final = (
             ),
             accepts=("llama4-groups", "chunked attention, hybrid manager off"),
             refuses=("windows in pipeline stages of an unknown architecture", "chunked attention in a store"),
-            remark="the last chunk; every token with the hybrid manager off (by source); not with pipeline stages",
+            remark="the last chunk; hybrid manager off: every token, by source; no pipeline stages",
         ),
         sglang=Cell(evidence=_UNTESTED, accepts=("swa",), remark="in `SWAKVPool`"),
         nixl=Nixl(verdict="unknown", found_in="nixl/"),
@@ -211,19 +210,19 @@ FEATURES: Final = (
             ),
             accepts=("granite4", "granite4-tp2", "granite4-tp2 -> granite4"),
             refuses=("states with drafts", "states in pipeline stages", "states in a store"),
-            remark="any TP degrees; not with speculative decoding or pipeline stages",
+            remark="no speculative decoding or pipeline stages",
         ),
         sglang=Cell(
             evidence=_SOURCE,
             shown_by=(f"{_POOLS}test_states_whose_shards_are_unknown_go_to_the_same_ranks_only",),
             accepts=("hybrid_mamba2",),
             refuses=("hybrid_mamba2, TP 2 -> 1", "windows and states"),
-            remark="equal TP degrees; not with windows",
+            remark="equal TP degrees, no windows",
         ),
         nixl=Nixl(
             verdict="yes",
             found_in=f"{PAGE}; base_worker.py:606; ssm_conv_transfer_utils.py:72",
-            remark="with `VLLM_SSM_CONV_STATE_LAYOUT=DS`. Other TP degrees: in the source, but in progress according to its page",
+            remark="`VLLM_SSM_CONV_STATE_LAYOUT=DS`; other TP degrees in progress",
         ),
     ),
     Feature(
@@ -234,14 +233,14 @@ FEATURES: Final = (
             shown_by=("tests/vllm/test_states.py::test_gated_delta_nets", f"{_STATES}test_states_between_recorded_instances"),
             accepts=("qwen3-next", "qwen3-next-tp2", "qwen3-next-tp2 -> qwen3-next"),
             refuses=("unknown state",),
-            remark="TP 1 to 1; other TP degrees by source",
+            remark="TP 1 to 1; others by source",
         ),
         sglang=Cell(
             evidence=_SOURCE,
             shown_by=(f"{_POOLS}test_states_of_two_ranks_become_those_of_one",),
             accepts=("hybrid_gdn", "hybrid_gdn, TP 2 -> 1"),
             refuses=("unified states", "windows and states"),
-            remark="not with windows",
+            remark="no windows",
         ),
         nixl=Nixl(verdict="yes", found_in="ssm_conv_transfer_utils.py:127", remark="as Mamba-2"),
     ),
@@ -253,35 +252,32 @@ FEATURES: Final = (
             shown_by=(_CASES,),
             accepts=("kda",),
             refuses=("kda with recoverssm",),
-            remark="shapes of vLLM's source",
         ),
         sglang=Cell(
             evidence=_SOURCE,
             shown_by=(f"{_POOLS}test_inputs_of_kdas_convolutions_are_parts_of_their_own",),
             accepts=("hybrid_kda",),
         ),
-        nixl=Nixl(
-            verdict="yes", found_in="ssm_conv_transfer_utils.py:127", remark="as Mamba-2; vLLM types KDA as a gated delta net"
-        ),
+        nixl=Nixl(verdict="yes", found_in="ssm_conv_transfer_utils.py:127", remark="as Mamba-2"),
     ),
     Feature(
         name="Mamba-1, short convolutions",
         nodes=_refused("architecture MambaForCausalLM", "architecture Lfm2ForCausalLM"),
         vllm=Cell(evidence=_SOURCE, shown_by=(f"{_STATES}test_states_of_other_kinds",), accepts=("mamba-1", "short convolution")),
         sglang=Cell(evidence=_UNTESTED, accepts=("convolutions alone",), remark="in `MambaPool`"),
-        nixl=Nixl(verdict="partly", found_in="ssm_conv_transfer_utils.py:132", remark="Mamba-1; short convolutions are refused"),
+        nixl=Nixl(verdict="partly", found_in="ssm_conv_transfer_utils.py:132", remark="no short convolutions"),
     ),
     Feature(
         name="cross-layer blocks",
-        nodes=_refused("decode pool.order=BLHNC", remark="nodes have one tensor per layer"),
+        nodes=_refused("decode pool.order=BLHNC"),
         vllm=Cell(
             evidence=_SOURCE,
             shown_by=(_GPU_MEMORY,),
             accepts=("layout BLHNC", "layout BHLNC"),
-            remark="also from or to other layouts",
+            remark="other side: any layout",
         ),
-        sglang=_refused("pool of another class", remark="`PageInterleaveMHATokenToKVPool`"),
-        nixl=Nixl(verdict="yes", found_in=f"{PAGE}; base_worker.py:908", remark="the same on both sides"),
+        sglang=_refused("pool of another class"),
+        nixl=Nixl(verdict="yes", found_in=f"{PAGE}; base_worker.py:908", remark="equal on both sides"),
     ),
     Feature(
         name="sparse indexers (DeepSeek-V3.2, GLM-5)",
@@ -314,10 +310,10 @@ FEATURES: Final = (
             ),
             accepts=("fp8_ds_mla", "nvfp4_ds_mla"),
             refuses=("unknown rows",),
-            remark="the same format on both sides",
+            remark="equal on both sides",
         ),
         sglang=Cell(evidence=_SOURCE, shown_by=(f"{_POOLS}test_packed_latents_are_rows_of_bytes",), accepts=("dsa_packed",)),
-        nixl=Nixl(verdict="yes", found_in=PAGE, remark="the same `--kv-cache-dtype` on both sides"),
+        nixl=Nixl(verdict="yes", found_in=PAGE, remark="equal on both sides"),
     ),
     Feature(
         name="fp8 KV, one scale per layer",
@@ -329,23 +325,23 @@ FEATURES: Final = (
                 "tests/gpu/test_kernels_gpu.py::test_conversions_are_exact_for_every_pattern",
             ),
             accepts=("decode pool.dtype=float8_e4m3fn", "prefill pool.dtype=float8_e4m3fn"),
-            remark="kernels and stored pages run on a GPU; e4m3",
+            remark="e4m3; kernels and stored pages run on a GPU",
         ),
         vllm=Cell(
             evidence=_SOURCE,
             shown_by=(_RECORDED, f"{_LAYOUT}test_bytes_of_fp8_with_a_scale_for_each_layer"),
             accepts=("llama-fp8",),
             refuses=("fp8_e5m2", "a scale per head"),
-            remark="layers recorded from vLLM on CPUs; e4m3. The other side can have another type",
+            remark="e4m3; layers recorded from vLLM on CPUs",
         ),
         sglang=Cell(
             evidence=_CPU,
             shown_by=(f"{_SERVED}test_eight_bit_floats", f"{_POOLS}test_eight_bit_floats_have_the_scales_of_their_layers"),
             accepts=("mha_float8", "mla_float8"),
             refuses=("mha_float8_e5m2", "mla_float8 with a scale"),
-            remark="e4m3, latents without a scale. The other side can have another type",
+            remark="e4m3, latents without a scale",
         ),
-        nixl=Nixl(verdict="yes", found_in=PAGE, remark="scales of the checkpoint, the same type on both sides"),
+        nixl=Nixl(verdict="yes", found_in=PAGE, remark="equal types, scales of the checkpoint"),
     ),
     Feature(
         name="KV types of both sides differ",
@@ -355,9 +351,7 @@ FEATURES: Final = (
             accepts=("decode pool.dtype=bfloat16",),
             remark="kernels run on a GPU",
         ),
-        vllm=Cell(
-            evidence=_SOURCE, shown_by=(_RECORDED,), accepts=("llama-kv-bfloat16",), remark="the same `--dtype` on both sides"
-        ),
+        vllm=Cell(evidence=_SOURCE, shown_by=(_RECORDED,), accepts=("llama-kv-bfloat16",), remark="equal `--dtype`"),
         sglang=Cell(evidence=_SOURCE, shown_by=(f"{_POOLS}test_pool_in_another_dtype_than_the_model",), accepts=("mha_uneven",)),
         nixl=Nixl(verdict="no", found_in=f"{PAGE}; metadata.py:197"),
     ),
@@ -375,7 +369,7 @@ FEATURES: Final = (
         nixl=Nixl(
             verdict="partly",
             found_in=PAGE,
-            remark="scales inside the rows; scales apart that are computed at run time are not moved",
+            remark="scales inside rows only",
         ),
     ),
     Feature(
@@ -421,17 +415,17 @@ FEATURES: Final = (
             ),
             accepts=("decode speculative.method=draft_model speculative.model=/models/draft",),
             refuses=("speculation of Qwen3NextForCausalLM",),
-            remark="not with recurrent states",
+            remark="no recurrent states",
         ),
         vllm=Cell(
             evidence=_SOURCE, shown_by=(f"{_LAYOUT}test_draft_layers_follow_the_layers_of_the_model",), accepts=("draft_model",)
         ),
         sglang=_DRAFTS_OF_SGLANG,
-        nixl=Nixl(verdict="yes", found_in=PAGE, remark="the same configuration on both sides; not in its hash"),
+        nixl=Nixl(verdict="yes", found_in=PAGE, remark="equal on both sides, unchecked"),
     ),
     Feature(
         name="LoRA adapters",
-        nodes=_refused("decode lora.adapters=a", remark="no such setting"),
+        nodes=_refused("decode lora.adapters=a"),
         vllm=Cell(
             evidence=_CPU,
             shown_by=(
@@ -439,10 +433,10 @@ FEATURES: Final = (
                 f"{_SIDES}test_the_same_tokens_with_another_adapter_are_refused_and_computed",
             ),
             accepts=("lora",),
-            remark="name and revision are compared",
+            remark="name and revision compared",
         ),
-        sglang=Cell(evidence=_UNTESTED, accepts=("settings",), remark="adapters are not compared"),
-        nixl=Nixl(verdict="unknown", found_in="nixl/", remark="adapters are not compared"),
+        sglang=Cell(evidence=_UNTESTED, accepts=("settings",), remark="not compared"),
+        nixl=Nixl(verdict="unknown", found_in="nixl/", remark="not compared"),
     ),
     Feature(
         name="prefix cache of the prefill side",
@@ -482,7 +476,7 @@ FEATURES: Final = (
                 f"{_SIDES}test_what_the_decode_side_has_in_its_prefix_cache_is_not_sent",
             ),
             accepts=("prefix cache on decode",),
-            remark="hits are not transferred. A window that was received is not a hit",
+            remark="hits are not transferred; received windows are no hits",
         ),
         sglang=Cell(
             evidence=_CPU,
@@ -492,7 +486,7 @@ FEATURES: Final = (
             ),
             accepts=("settings",),
             refuses=("disaggregation_decode_enable_radix_cache with sliding windows=True",),
-            remark="not with sliding windows",
+            remark="no sliding windows",
         ),
         nixl=Nixl(verdict="yes", found_in=PAGE),
     ),
@@ -503,7 +497,7 @@ FEATURES: Final = (
             shown_by=(_CUTS_GPU, _CUTS_NODES),
             accepts=("tp 4 of LlamaForCausalLM",),
             refuses=("tp 2 of GptOssForCausalLM",),
-            remark="gpt-oss only with TP 1",
+            remark="gpt-oss: TP 1",
         ),
         vllm=Cell(
             evidence=_GPU,
@@ -517,40 +511,38 @@ FEATURES: Final = (
                 "llama-tp2-block128",
             ),
             refuses=("heads that do not divide ranks",),
-            remark="any; with more ranks than KV heads, a multiple of them",
+            remark="ranks above the KV heads: a multiple",
         ),
         sglang=Cell(
             evidence=_CPU,
             shown_by=(f"{_SERVED}test_twenty_prompts_at_once_over_different_cuts",),
             accepts=("mha, TP 2 -> 1", "hybrid_gdn, TP 2 -> 1"),
             refuses=("hybrid_mamba2, TP 2 -> 1",),
-            remark="any, except for Mamba-2",
+            remark="not Mamba-2",
         ),
         nixl=Nixl(
             verdict="partly",
             found_in=f"{PAGE}; tp_mapping.py:86",
-            remark="one must divide the other; heads outside tokens (`LBHNC`)",
+            remark="integer ratio; heads outside tokens (`LBHNC`)",
         ),
     ),
     Feature(
         name="block sizes differ",
-        nodes=Cell(evidence=_CPU, shown_by=(_CUTS_NODES, _KINDS_NODES), accepts=("decode pool.page_size=7",), remark="any"),
+        nodes=Cell(evidence=_CPU, shown_by=(_CUTS_NODES, _KINDS_NODES), accepts=("decode pool.page_size=7",)),
         vllm=Cell(
             evidence=_GPU,
             shown_by=(_H100, _HAND_OVER, "tests/vllm/test_windows.py::test_tokens_and_bytes_of_windows"),
             accepts=("llama-tp2-block32 -> llama-block128",),
-            remark="any",
         ),
         sglang=Cell(
             evidence=_CPU,
             shown_by=(f"{_SERVED}test_twenty_prompts_at_once_over_different_cuts",),
             accepts=("mha -> mha_page1",),
-            remark="any",
         ),
         nixl=Nixl(
             verdict="partly",
             found_in=f"{PAGE}; base_worker.py:2727",
-            remark="blocks of decode are a multiple; not with a host buffer",
+            remark="decode a multiple; no host buffer",
         ),
     ),
     Feature(
@@ -572,7 +564,7 @@ FEATURES: Final = (
         nixl=Nixl(
             verdict="partly",
             found_in=f"{PAGE}; base_worker.py:2495",
-            remark="HND to NHD, experimental; not with the hybrid manager",
+            remark="HND to NHD, experimental; no hybrid manager",
         ),
     ),
     Feature(
@@ -591,16 +583,14 @@ FEATURES: Final = (
                 "states in pipeline stages",
                 "eagle3 with pipeline stages",
             ),
-            remark="several block tables where kvferry knows the architecture; no states",
+            remark="several block tables: known architectures; no states",
         ),
         sglang=Cell(
             evidence=_CPU,
             shown_by=(f"{_SERVED}test_stages_of_prefill", f"{_POOLS}test_a_stage_knows_the_layers_of_the_others"),
             accepts=("settings", "stage"),
         ),
-        nixl=Nixl(
-            verdict="partly", found_in="base_worker.py:760", remark="not with states; with the hybrid manager in push mode only"
-        ),
+        nixl=Nixl(verdict="partly", found_in="base_worker.py:760", remark="no states; hybrid manager: push mode only"),
     ),
     Feature(
         name="pipeline stages of decode",
@@ -614,14 +604,14 @@ FEATURES: Final = (
             ),
             accepts=("llama-pp2", "windows in pipeline stages"),
             refuses=("windows in pipeline stages of an unknown architecture", "states in pipeline stages"),
-            remark="as on the prefill side",
+            remark="as on prefill",
         ),
         sglang=_refused("pp_size on the decode side=2"),
         nixl=Nixl(verdict="no", found_in="base_worker.py:775"),
     ),
     Feature(
         name="data-parallel ranks",
-        nodes=_refused("decode parallel.dp_size=2", remark="no such setting; start more nodes"),
+        nodes=_refused("decode parallel.dp_size=2", remark="start more nodes"),
         vllm=Cell(
             evidence=_CPU,
             shown_by=(
@@ -630,7 +620,7 @@ FEATURES: Final = (
             ),
             accepts=("data-parallel rank",),
             refuses=("128 data-parallel ranks on adjacent ports",),
-            remark="each has its own ports",
+            remark="own ports each",
         ),
         sglang=Cell(
             evidence=_SOURCE,
@@ -642,7 +632,7 @@ FEATURES: Final = (
     ),
     Feature(
         name="decode context parallelism (DCP)",
-        nodes=_refused("decode parallel.dcp_size=2", remark="no such setting"),
+        nodes=_refused("decode parallel.dcp_size=2"),
         vllm=Cell(
             evidence=_SOURCE,
             shown_by=(
@@ -651,23 +641,21 @@ FEATURES: Final = (
             ),
             accepts=("DCP",),
             refuses=("DCP with windows", "DCP with a layer that keeps all tokens", "DCP in a store"),
-            remark="full attention and MLA; one size must divide the other, which then needs interleaves of whole blocks",
+            remark="full attention and MLA; integer ratio, [interleaves](vllm.md#decode-context-parallelism)",
         ),
         sglang=_refused("dcp_size=2"),
-        nixl=Nixl(
-            verdict="partly", found_in="tp_mapping.py:81; base_worker.py:2430", remark="MLA; one size must divide the other"
-        ),
+        nixl=Nixl(verdict="partly", found_in="tp_mapping.py:81; base_worker.py:2430", remark="MLA; integer ratio"),
     ),
     Feature(
         name="prefill context parallelism (PCP)",
-        nodes=_refused("prefill parallel.pcp_size=2", remark="no such setting"),
+        nodes=_refused("prefill parallel.pcp_size=2"),
         vllm=_refused("prefill_context_parallel_size 4"),
         sglang=_refused("attn_cp_size=2"),
-        nixl=Nixl(verdict="partly", found_in="connector.py:109", remark="prefill side; with DCP at TP 1 only"),
+        nixl=Nixl(verdict="partly", found_in="connector.py:109", remark="on prefill; with DCP: TP 1"),
     ),
     Feature(
         name="engine on several hosts",
-        nodes=_refused("decode parallel.nnodes=2", remark="no such setting; the ranks of a node share a host"),
+        nodes=_refused("decode parallel.nnodes=2", remark="ranks share a host"),
         vllm=Cell(
             evidence=_CPU,
             shown_by=(
@@ -676,12 +664,10 @@ FEATURES: Final = (
             ),
             accepts=("two hosts",),
             refuses=("two hosts without leader.address",),
-            remark="`--nnodes 2` on one machine; network namespaces with stand-ins for vLLM",
+            remark="`--nnodes 2` on one machine",
         ),
         sglang=_refused("nnodes=2"),
-        nixl=Nixl(
-            verdict="yes", found_in="base_scheduler.py:293", remark="the scheduler's host serves the addresses of all ranks"
-        ),
+        nixl=Nixl(verdict="yes", found_in="base_scheduler.py:293"),
     ),
     Feature(
         name="offload to host memory or a store beside",
@@ -700,13 +686,13 @@ FEATURES: Final = (
             shown_by=("tests/vllm/test_store.py::test_the_store_connector_works_with_the_transfer_connector",),
             accepts=("llama in a store",),
             refuses=("states in a store",),
-            remark="kvferry's store, by `MultiConnector`; other connectors were not tested",
+            remark="kvferry's store, by `MultiConnector`",
         ),
         sglang=Cell(
             evidence=_UNTESTED,
             accepts=("settings",),
             refuses=("enable_hisparse=True",),
-            remark="SGLang's own offload; HiSparse is refused",
+            remark="SGLang's own, without HiSparse",
         ),
         nixl=Nixl(verdict="yes", found_in="v1/multi_connector.py", remark="by `MultiConnector`"),
     ),
@@ -716,7 +702,7 @@ FEATURES: Final = (
             evidence=_SOURCE,
             shown_by=("tests/decode/test_retry.py::test_a_prompt_that_prefill_preempted_is_retried_without_a_limit",),
             accepts=("config llama-3-70b",),
-            remark="nodes do not preempt, and decode retries a prompt that vLLM preempted",
+            remark="decode retries prompts that vLLM preempted",
         ),
         vllm=Cell(
             evidence=_SOURCE,
@@ -728,7 +714,7 @@ FEATURES: Final = (
             accepts=("llama-block32",),
             remark="stand-ins for vLLM's scheduler",
         ),
-        sglang=Cell(evidence=_UNTESTED, accepts=("settings",), remark="a retracted request that would go back to prefill fails"),
+        sglang=Cell(evidence=_UNTESTED, accepts=("settings",), remark="requests retracted to prefill fail"),
         nixl=Nixl(verdict="yes", found_in="base_scheduler.py:411"),
     ),
 )
@@ -746,31 +732,9 @@ def matrix() -> str:
     return "\n".join(lines) + "\n"
 
 
-def evidence() -> str:
-    """Return what shows each cell, as a list by feature."""
-    lines = []
-    for one in FEATURES:
-        lines.append(f"- {one.name}")
-        for engine, cell in zip(("own nodes", "vLLM", "SGLang"), _cells(one), strict=True):
-            if cell.shown_by:
-                lines.append(f"  - {engine}: {', '.join(_linked(cell.shown_by))}")
-        lines.append(f"  - NixlConnector: {one.nixl.found_in}")
-    return "\n".join(lines) + "\n"
-
-
 def _cells(feature: Feature) -> tuple[Cell, Cell, Cell]:
     return feature.nodes, feature.vllm, feature.sglang
 
 
 def _with_remark(word: str, remark: str) -> str:
     return f"{word}; {remark}" if remark else word
-
-
-def _linked(places: Iterable[str]) -> Iterator[str]:
-    for place in places:
-        if place.startswith("bench/"):
-            yield f"[{place.rpartition('/')[2]}](../{place})"
-        elif place.startswith("docs/"):
-            yield f"[where it was run](#{place.rpartition('#')[2]})"
-        else:
-            yield f"`{place}`"

@@ -208,10 +208,7 @@ REGIONS: Final[Mapping[str, Mapping[str, Callable[[str], str]]]] = {
     "docs/observability.md": {"spans": table(spans)},
     "docs/operations.md": {"exit-codes": table(exit_codes)},
     "docs/simulation.md": {"simulated-settings": table(simulated_settings)},
-    "docs/support.md": {
-        "support-matrix": lambda _: support_matrix.matrix(),
-        "support-evidence": lambda _: support_matrix.evidence(),
-    },
+    "docs/support.md": {"support-matrix": lambda _: support_matrix.matrix()},
     "docs/troubleshooting.md": {"memory-advice": table(memory_advice)},
 }
 """Writers of regions, by document and by name of the region."""
