@@ -511,7 +511,7 @@ FEATURES: Final = (
                 "llama-tp2-block128",
             ),
             refuses=("heads that do not divide ranks",),
-            remark="ranks above the KV heads: a multiple",
+            remark="more ranks than KV heads: a multiple",
         ),
         sglang=Cell(
             evidence=_CPU,
