@@ -128,7 +128,7 @@ def router_metrics(_: list[Row]) -> list[Row]:
     found = []
     for spec in ROUTER_METRICS:
         labels = f"{{{', '.join(spec.labels)}}}" if spec.labels else ""
-        found.append([f"`{spec.shown_name}{labels}`", spec.kind, spec.help])
+        found.append([f"`{spec.shown_name}{labels}`", spec.help])
     return found
 
 
