@@ -13,8 +13,11 @@ from kvferry.demo.model import make_demo_model
 BLOCK_SIZE = 16
 """The only one of vLLM's kernel for CPUs."""
 
-ARGS = ("-cc.custom_ops+=all", "-cc.custom_ops+=-rotary_embedding", "--attention-backend", "CPU_MLA")
-"""Rotate queries and keys with torch, and do not use AMX, whose kernel for MLA has no float32.
+BACKEND = "CPU_MLA"
+"""The default on CPUs with AMX has no float32."""
+
+ARGS = ("-cc.custom_ops+=all", "-cc.custom_ops+=-rotary_embedding", "--attention-backend", BACKEND)
+"""Rotate queries and keys with torch.
 
 With --enforce-eager, vLLM takes its kernel, which expects [tokens, heads * size] and gets [tokens, heads, size].
 It then rotates some heads of the first tokens of a step, so tokens depend on what else the step computes.

@@ -66,7 +66,7 @@ def deepseek_with_mtp(folder: Path) -> Family:
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     return Family(
         model=model,
-        speculative={"method": "mtp", "num_speculative_tokens": 1},
+        speculative={"method": "mtp", "num_speculative_tokens": 1, "attention_backend": latents.BACKEND},
         token_bytes=(config["num_hidden_layers"] + 1) * latents.latent_layer_bytes(config),
         blocks=(latents.BLOCK_SIZE, latents.BLOCK_SIZE),
         has_latents=True,
