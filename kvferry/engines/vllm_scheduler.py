@@ -72,7 +72,8 @@ class FirstTokenScheduler(AsyncScheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
         # An idle engine sleeps 1 ms between two steps. It must not sleep while a token arrives.
-        patience_s = 0.0 if self.running else PATIENCE_S
+        # Data-parallel engines step together: one that waits would delay the others.
+        patience_s = 0.0 if self.running or self.parallel_config.data_parallel_size > 1 else PATIENCE_S
         tokens = self.connector.take_first_tokens(patience_s=patience_s) if self._uses_first_tokens else {}
         waiting = {request_id: token for request_id, token in tokens.items() if self._is_waiting(request_id)}
         if waiting:
