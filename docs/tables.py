@@ -201,8 +201,8 @@ def toy_engine(_: str) -> str:
 
 
 REGIONS: Final[Mapping[str, Mapping[str, Callable[[str], str]]]] = {
-    "SECURITY.md": {"message-limits": table(message_limits)},
     "docs/embedded-engine.md": {"families": table(families)},
+    "docs/fuzzing.md": {"message-limits": table(message_limits)},
     "docs/router.md": {"router-metrics": table(router_metrics)},
     "docs/integration.md": {"toy-engine": toy_engine},
     "docs/observability.md": {"spans": table(spans)},
