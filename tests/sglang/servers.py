@@ -21,6 +21,7 @@ from urllib.request import urlopen
 import aiohttp
 import pytest
 
+from tests.free_port import free_port
 from tests.samples import sample
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +34,7 @@ _rooms = itertools.count(1 << 40)
 
 
 def free_ports(number: int) -> list[int]:
+    """Ports that were free. SGLang itself needs them so, and another process can take them meanwhile; see `free_port`."""
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
     ports = [one.getsockname()[1] for one in held]
     for one in held:
@@ -69,6 +71,7 @@ class Engine:
     metrics_port: int = 0
     process: subprocess.Popen[bytes] | None = None
     _log: IO[bytes] | None = field(default=None, repr=False)
+    _ports: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
     @property
     def url(self) -> str:
@@ -80,7 +83,8 @@ class Engine:
 
     def start(self) -> Self:
         """Start it and do not wait for it."""
-        self.port, dist_port, nccl_port, self.bootstrap_port, self.metrics_port = free_ports(5)
+        self.port, self.bootstrap_port, self.metrics_port = (self._ports.enter_context(free_port()) for _ in range(3))
+        dist_port, nccl_port = free_ports(2)
         cut = self.cut
         command = [
             str(PYTHON), "-m", "sglang.launch_server",
@@ -157,6 +161,7 @@ class Engine:
             self.process.wait(END_S)
         if self._log is not None:
             self._log.close()
+        self._ports.close()
 
 
 @dataclass(kw_only=True)
