@@ -795,6 +795,7 @@ class IncomingTransfers(Generic[PromptT]):
             self.newest_partial = attempt
         if not attempt.receiving and not attempt.lacks and not self._scheduler.is_loading(attempt):
             attempt.stage = AttemptStage.WHOLE
+            self.newest_partial = None
             self._judge(attempt, Verdict.SUCCESS)
             self._scheduler.settled(attempt.prompt, None)
 
