@@ -148,7 +148,9 @@ class HttpServer(Server):
             except ValueError as error:
                 raise ServerFailed(self, "broken", str(error)) from None
             is_done = any(sse.data_of(event) == sse.DONE for event in events[-2:])
-            has_begun = has_begun or any(self._is_content(event) for event in events) or is_done
+            if not has_begun:  # reads all of them: an error can follow a chunk without a token, from vLLM's Rust frontend
+                contents = [self._is_content(event) for event in events]
+                has_begun = is_done or any(contents)
             unsent += b"".join(events)
             if has_begun and unsent:
                 yield unsent

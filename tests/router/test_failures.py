@@ -98,6 +98,16 @@ async def test_an_error_as_the_first_event_of_a_stream_is_tried_again(is_chat: b
         assert "Internal server error" not in answer.body.decode()
 
 
+async def test_an_error_right_after_an_empty_text_is_tried_again() -> None:
+    async with routing(1, 2, learnt=True) as setup:
+        for server in setup.decode:
+            server.is_rust = True
+            server.fail_in_stream.append(500)
+        answer = await setup.client.complete(stream=True)
+        assert answer.status == 200 and answer.text == EXPECTED
+        assert "Internal server error" not in answer.body.decode()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_retries_are_bounded_and_the_last_failure_is_reported(kind: str) -> None:
     async with routing_of(kind, 2, retries=3, flow=SEQUENTIAL) as setup:

@@ -52,6 +52,7 @@ class VllmServer:
         gate: Nothing is computed before this is set.
         answers: Statuses to fail the next requests with, one each, whatever they are.
         fail_in_stream: Statuses to fail the next streams with, in their first event.
+        is_rust: A failing stream of a completion begins with an empty text, as from vLLM's Rust frontend.
         break_after: A stream breaks off after so many events; None: it does not.
         ignores_kv: It computes every prompt itself.
         waits_for_strangers: It waits, instead of failing, for the KV of a server that nobody knows.
@@ -68,6 +69,7 @@ class VllmServer:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     answers: list[int] = field(default_factory=list)
     fail_in_stream: list[int] = field(default_factory=list)
+    is_rust: bool = False
     break_after: int | None = None
     ignores_kv: bool = False
     waits_for_strangers: bool = False
@@ -216,6 +218,10 @@ class VllmServer:
         if is_chat:
             events.append(recorded_ones[0])
         error = self.fail_in_stream.pop(0) if self.fail_in_stream else None if has_kv else 500
+        if error is not None and self.is_rust:
+            chunk, end = {"choices": [{"index": 0, "text": ""}]}, _error(error, "Internal server error")
+            await response.write(f"data: {json.dumps(chunk)}\n\ndata: {json.dumps(end)}\n\ndata: [DONE]\n\n".encode())
+            return response
         if error is not None:
             events.append(_error(error, "Internal server error"))
         else:
