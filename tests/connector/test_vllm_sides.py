@@ -5,6 +5,7 @@ What its scheduler and workers hand over are plain objects with the attributes t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -292,7 +293,8 @@ def test_the_token_of_a_request_that_ends_before_its_kv_is_there_is_forgotten(pa
     decode.wait_for("received", "b")
 
 
-def test_an_idle_engine_waits_for_the_token_of_a_request_that_has_its_kv(pair: Pair) -> None:
+def test_an_idle_engine_waits_for_the_token_of_a_request_that_has_its_kv(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bound_prompts, "LAST_PART_S", 600)
     source, target = pair()
     prefill, decode = Vllm(source), Vllm(target)
     decode.scheduler.may_use_first_tokens = True
@@ -305,6 +307,11 @@ def test_an_idle_engine_waits_for_the_token_of_a_request_that_has_its_kv(pair: P
     decode.bind(wanted)
     prefill.step(request, 52)
     wait_for(lambda: target.leader.incoming.prompts.transfers.newest_partial is not None, "the leader knows that the KV is there")
+    with monkeypatch.context() as stalled:
+        stalled.setattr(bound_prompts, "LAST_PART_S", 0)
+        begun_s = time.monotonic()
+        assert decode.scheduler.take_first_tokens(patience_s=60) == {}
+        assert time.monotonic() - begun_s < 30, "it does not wait for a transfer that stalls"
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(decode.scheduler.take_first_tokens, patience_s=600)
         prefill.end(request)

@@ -51,6 +51,9 @@ YIELD_AFTER_S: Final = 5.0
 """Duration of a shortage of pages after which a prompt that waits for prefill releases its pages; see `report_page_shortage`.
 Prefill's engine preempts a prompt when it is short of pages. Prompts that wait for room here may hold those pages."""
 
+LAST_PART_S: Final = 0.05
+"""Age of the last part of a prompt after which the engine no longer waits for the rest. A transfer can stall for longer."""
+
 LACKING_GAP_S: Final = 2.0
 """Longest pause between two reports of one shortage. An engine looks at ready prompts at every step."""
 
@@ -164,9 +167,9 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
 
         Args:
             patience_s: Longest wait for a token, if there is none yet and the newest prompt lacks only its KV or only its token.
+                There is no wait if that prompt got its last part more than `LAST_PART_S` ago.
         """
-        newest = self.transfers.newest_partial
-        if patience_s and not self._first_tokens and newest is not None and newest.stage is AttemptStage.RECEIVING:
+        if patience_s and not self._first_tokens and self._is_token_near():
             self._has_first_tokens.wait(patience_s)
         self._has_first_tokens.clear()
         tokens: dict[str, int] = {}
@@ -174,6 +177,12 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
             name, token = self._first_tokens.popleft()
             tokens[name] = token
         return tokens
+
+    def _is_token_near(self) -> bool:
+        newest = self.transfers.newest_partial
+        if newest is None or newest.stage is not AttemptStage.RECEIVING:
+            return False
+        return time.monotonic() - self.transfers.newest_partial_s < LAST_PART_S
 
     async def close(self) -> None:
         self._is_closed = True

@@ -132,6 +132,8 @@ class IncomingTransfers(Generic[PromptT]):
         self._attempts: dict[str, Attempt[PromptT]] = {}  # current ones, and earlier ones that a rank still holds
         self.newest_partial: Attempt[PromptT] | None = None
         """Newest attempt that was seen to lack only its KV or only its first token. It can be over."""
+        self.newest_partial_s = 0.0
+        """Time of the last part of `newest_partial`, by the monotonic clock."""
         self._num_waiting = 0  # of them, those that wait for a prefill node or for room
         self._unsent: list[Attempt[PromptT]] = []  # attempts that wait for any prefill node to join, the oldest prompt's first
         self._placing: asyncio.TimerHandle | None = None
@@ -792,7 +794,7 @@ class IncomingTransfers(Generic[PromptT]):
         if attempt.stage is not AttemptStage.RECEIVING:
             return
         if attempt.prompt.needs_first_token and bool(attempt.receiving) != bool(attempt.lacks):
-            self.newest_partial = attempt
+            self.newest_partial, self.newest_partial_s = attempt, time.monotonic()
         if not attempt.receiving and not attempt.lacks and not self._scheduler.is_loading(attempt):
             attempt.stage = AttemptStage.WHOLE
             self.newest_partial = None
