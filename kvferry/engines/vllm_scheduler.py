@@ -60,6 +60,8 @@ class FirstTokenScheduler(AsyncScheduler):
         """Return the reason for which the prefill side's tokens cannot be used; empty if they can."""
         if not isinstance(self.connector, KvferryConnector):
             return "the KV connector is not KvferryConnector (--kv-transfer-config)"
+        if not self.vllm_config.kv_transfer_config.is_kv_consumer:
+            return "kv_role is kv_producer, so no KV is received; only the decode side needs --scheduler-cls"
         if not self.scheduler_config.async_scheduling:
             return "asynchronous scheduling is off; enable it"
         if not self.use_v2_model_runner:

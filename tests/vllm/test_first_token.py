@@ -47,6 +47,7 @@ class Leader:
     def __init__(self) -> None:
         self.names: dict[str, str] = {}  # by request id, of prompts that need their first token
         self.tokens: dict[str, int] = {}
+        self.patience_s = -1.0  # of the last call
 
     def want(self, name: str, *what: object, needs_first_token: bool, **more: object) -> None:
         if needs_first_token:
@@ -66,6 +67,7 @@ class Leader:
         return PromptView(state=PromptState.READY)
 
     def take_first_tokens(self, *, patience_s: float) -> dict[str, int]:
+        self.patience_s = patience_s
         tokens, self.tokens = self.tokens, {}
         return tokens
 
@@ -93,8 +95,9 @@ class Engine:
         is_async: bool = True,
         num_blocks: int = 64,
         policy: str = "recompute",
+        role: str = "kv_consumer",
     ) -> None:
-        config = connector("kv_consumer", policy=policy) | {
+        config = connector(role, policy=policy) | {
             "kv_connector": "ReadyConnector",
             "kv_connector_module_path": __name__,
         }
@@ -286,15 +289,41 @@ def test_the_token_does_not_wait_for_the_workers_report(monkeypatch: pytest.Monk
     engine.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize(("has_v2", "is_async"), [(False, True), (True, False)])
-def test_without_v2_runner_or_async_scheduling_it_behaves_as_vllms(
-    monkeypatch: pytest.MonkeyPatch, model: Path, has_v2: bool, is_async: bool
+def test_only_an_idle_engine_waits_for_a_token(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    engine = Engine(model, monkeypatch)
+    leader = engine.scheduler.connector.leader
+    engine.add()
+    engine.receive()
+    assert leader.patience_s > 0
+    engine.step()
+    assert leader.patience_s == 0, "a request runs"
+
+
+def test_data_parallel_engines_do_not_wait_for_a_token(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    engine = Engine(model, monkeypatch)
+    engine.config.parallel_config.data_parallel_size = 2
+    engine.add()
+    engine.receive()
+    assert engine.scheduler.connector.leader.patience_s == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"has_v2": False}, "model runner"),
+        ({"is_async": False}, "asynchronous scheduling"),
+        ({"role": "kv_producer"}, "kv_role"),
+    ],
+)
+def test_engines_that_cannot_use_first_tokens_schedule_as_vllms(
+    monkeypatch: pytest.MonkeyPatch, model: Path, change: dict[str, Any], reason: str
 ) -> None:
     with structlog.testing.capture_logs() as logs:
-        engine = Engine(model, monkeypatch, has_v2=has_v2, is_async=is_async)
+        engine = Engine(model, monkeypatch, **change)
     (entry,) = [entry for entry in logs if entry["event"] == "first_tokens_not_used"]
-    assert ("model runner" if not has_v2 else "asynchronous scheduling") in entry["reason"]
+    assert reason in entry["reason"]
     engine.add()
     assert engine.receive() == []
+    assert engine.scheduler.connector.leader.patience_s == -1, "its leader is not asked"
     scheduled, _ = engine.step()
     assert scheduled.num_scheduled_tokens == {"a": 1} and scheduled.scheduled_new_reqs[0].num_computed_tokens == len(PROMPT) - 1
