@@ -74,7 +74,10 @@ def error_of(content: dict[str, Any]) -> tuple[int, str] | None:
 def is_empty(content: dict[str, Any]) -> bool:
     """Return whether an event has no part of the answer, like the first event of a chat, which has only the role."""
     choices = content.get("choices")
-    if not isinstance(choices, list) or not choices or content.get("usage"):
+    if not isinstance(choices, list) or not choices:
+        return False
+    usage = content.get("usage")  # with continuous_usage_stats, the role of a chat has one, before its first token
+    if isinstance(usage, dict) and usage.get("completion_tokens"):
         return False
     return all(isinstance(choice, dict) and _is_empty_choice(choice) for choice in choices)
 

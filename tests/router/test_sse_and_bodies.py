@@ -80,6 +80,13 @@ def test_only_events_without_content_are_empty(choice: dict[str, Any], is_empty:
     assert sse.is_empty({"choices": [choice]}) is is_empty
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_an_event_with_usage_is_empty_before_the_first_token(num_tokens: int) -> None:
+    usage = {"prompt_tokens": 5, "completion_tokens": num_tokens, "total_tokens": 5 + num_tokens}
+    event = {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}], "usage": usage}
+    assert sse.is_empty(event) is (num_tokens == 0)
+
+
 @pytest.mark.parametrize(
     ("content", "error"),
     [
