@@ -86,6 +86,7 @@ def _is_empty_choice(choice: dict[str, Any]) -> bool:
     if choice.get("finish_reason") is not None or choice.get("token_ids"):
         return False
     delta = choice.get("delta")
+    # A chunk after the role that is empty, or an empty text, is a token that has no whole character yet.
     if isinstance(delta, dict):
-        return not any(value for name, value in delta.items() if name != "role")
-    return not isinstance(choice.get("text"), str)  # an empty text is a token that has no whole character yet
+        return "role" in delta and not any(value for name, value in delta.items() if name != "role")
+    return not isinstance(choice.get("text"), str)

@@ -73,6 +73,8 @@ def test_the_first_token_of_recorded_streams_is_found() -> None:
         ({"finish_reason": None, "token_ids": [5]}, False),
         ({"text": " "}, False),
         ({"delta": {"role": "assistant"}}, True),
+        ({"delta": {"role": "assistant", "content": ""}}, True),
+        ({"delta": {"content": ""}}, False),
         ({"delta": {"tool_calls": [{"index": 0}]}}, False),
     ],
 )
