@@ -46,7 +46,8 @@ HOST_PAGES = _files("decode_node/offload", "host_tier jobs rules tiered_request"
 # Layer 0: imports the standard library and layer 0 only.
 L0 = (
     *_files("transfer", "__init__ errors peer_names layout layer_groups chunk ring ring_index instance pool/page_allocator"),
-    *_files("transfer", "piece engine_types breaker utf8 host_memory transport/base control/base send/staging_arena"),
+    *_files("transfer", "piece engine_types breaker utf8 host_memory control/base send/staging_arena"),
+    *_files("transfer/transport", "base signals"),
     "decode_node/ngram.py", *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN,
 )  # fmt: skip
 # Layer 1: also imports the small libraries in L1_LIBRARIES.

@@ -101,6 +101,24 @@ class _Allocation:
     device: int
 
 
+class HostWords:
+    """`CudaWords` whose streams do everything at once, and never wait."""
+
+    def __init__(self, memory: Any) -> None:
+        self.words = memoryview(memory).cast("B").cast("Q")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._memory = memory
+
+    def write(self, stream: int, word: int, value: int) -> None:
+        self.words[word] = value
+
+    def wait(self, stream: int, word: int, value: int) -> None:
+        return
+
+    def copy(self, stream: int, word: int, source: int) -> None:
+        self.words[word] = ctypes.c_uint64.from_address(source).value
+
+
 class HostCuda(Cuda):
     """`Cuda` without a driver.
 
@@ -112,6 +130,7 @@ class HostCuda(Cuda):
     def __init__(self, *, visible: tuple[int, ...] = (0, 1), apart: Collection[frozenset[int]] = ()) -> None:
         self.broken: str | None = None  # the error of every call from now on, as after an illegal address
         self.unshareable = False  # as with expandable segments
+        self.has_words = True
         self.idle = threading.Event()  # cleared: a kernel runs, and the device is waited for until it is set again
         self.idle.set()
         self._lock = threading.Lock()
@@ -178,6 +197,9 @@ class HostCuda(Cuda):
     def _unmap(self, mapped: Mapped) -> None:
         self.run("cuIpcCloseMemHandle")
         self._files.pop(mapped.address).close()
+
+    def open_words(self, device: int, memory: Any, closing: Any) -> HostWords | None:
+        return HostWords(memory) if self.has_words else None
 
     def open_stream(self, device: int) -> TwinStream:
         self.run("cuStreamCreate")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
@@ -19,7 +20,7 @@ from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, Tr
 from transfer.transport.base import ByteRange
 from transfer.transport.cuda_ipc import CudaIpcTransport
 from transfer.transport.cuda_ipc_blob import Answered
-from transfer.transport.peer import unpack_blob
+from transfer.transport.peer import pack_blob, unpack_blob
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 1 << 20  # the twin copies 256 KiB at a time
@@ -108,6 +109,63 @@ def test_a_target_that_closed_before_the_writer_completed(pair: Pair) -> None:
         offer.complete(answer)
     offer.close()
     assert target.is_over
+
+
+# Signals
+
+
+def test_both_ends_have_the_signals_of_a_session(pair: Pair) -> None:
+    writer, target = pair.attach()
+    signal = writer.signal_writer.of(4096)
+    total = ctypes.c_uint64(5)
+    signal.begin(0, ctypes.addressof(total))
+    total.value = 12
+    signal.end(0, ctypes.addressof(total))
+    (arrival,) = target.signal_reader.take()
+    assert (arrival.grant, arrival.digest) == (4096, 7)
+    assert writer.signal_reader is None and target.signal_writer is None
+    del arrival, signal
+    target.close()
+    writer.close()
+    assert ends_within(writer) and target.is_over
+    assert writer.signal_writer is None and target.signal_reader is None
+
+
+@pytest.mark.parametrize("end", ["writer", "target"])
+def test_without_memory_operations_a_session_has_no_signals(pair: Pair, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor with a peer of an earlier version, which does not know them. Bytes travel all the same."""
+    offer = pair.writer_transport.offer()
+    pair.cuda.has_words = end == "writer"
+    target, answer = pair.target_transport.accept(offer.blob, pair.ring_memory)
+    pair.cuda.has_words = False
+    writer = offer.complete(answer)
+    assert writer.signal_writer is None and (target.signal_reader is None) == (end == "target")
+    drive(writer, writer.write(pair.source_memory, rng(0, SIZE), rng(0, SIZE), 1))
+    assert torch.equal(pair.ring.tensor, pair.source.tensor)
+
+
+def test_a_peer_without_signals_is_told_nothing_of_them(pair: Pair) -> None:
+    """A writer of an earlier version reads no signature from the target's pipe: it would take it for the target's end."""
+    offer = pair.writer_transport.offer()
+    fields = unpack_blob(offer.blob, transport="cuda_ipc", version=1, role="offer")
+    fields.pop("signals")
+    blob = pack_blob("cuda_ipc", 1, "offer", {name: fields[name] for name in ("line", "token")})
+    target, answer = pair.target_transport.accept(blob, pair.ring_memory)
+    assert target.signal_reader is None
+    assert not {"signals_fd", "signals_inode"} & unpack_blob(answer, transport="cuda_ipc", version=1, role="answer").keys()
+    writer = offer.complete(answer)
+    assert writer.signal_writer is None and writer.direct(rng(0, 1)) is not None
+
+
+def test_memory_of_another_process_is_not_taken_for_signals(pair: Pair) -> None:
+    """An answer with signals is signed by the process that it names. Its memory must be as the answer says."""
+    offer = pair.writer_transport.offer()
+    _, answer = pair.target_transport.accept(offer.blob, pair.ring_memory)
+    fields = unpack_blob(answer, transport="cuda_ipc", version=1, role="answer")
+    own = ("line", "token", "offset", "num_bytes", "device", "handle", "signals_fd", "signals_inode")
+    forged = pack_blob("cuda_ipc", 1, "answer", {name: fields[name] for name in own} | {"signals_fd": 0})
+    with pytest.raises(PeerUnreachable, match="did not write the answer that names it"):
+        offer.complete(forged)
 
 
 # The protocol of a session

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from transfer.errors import ConfigError, LocalProtocolError
+from transfer.transport.signals import SignalReader, SignalWriter
 
 MAX_KEY = 2**62 - 1
 """Largest key that every transport can carry. A UCX tag has 64 bits, and two of them are the kind of message."""
@@ -119,6 +120,10 @@ class Session(Protocol):
     obstacle: str
     """Reason, at the target's end, why the session is slower than others could be: two processes of one machine use the network,
     or two GPUs use TCP. Empty without such a reason, or if the settings ask for it."""
+
+    signal_writer: SignalWriter | None
+    signal_reader: SignalReader | None
+    """Ends of the session's signals; None at the other end, and without signals."""
 
     def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> Handle:
         """Start one bulk write into the memory that the target offered.

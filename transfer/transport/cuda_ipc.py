@@ -17,6 +17,8 @@ on it). So devices are named by their UUIDs.
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -29,7 +31,12 @@ from transfer.transport.mapped_blob import MappedPlace
 from transfer.transport.mapped_session import TargetSession
 from transfer.transport.mapped_transport import MappedTransport, target_of
 from transfer.transport.registered_memory import DeviceBuffer, memory_of
+from transfer.transport.shared_memory import map_shared, open_region, region_of, shared_memory
+from transfer.transport.signals import NUM_BYTES as SIGNAL_BYTES
+from transfer.transport.signals import SignalReader, SignalWriter
 from transfer.transport.waiting_thread import WaitingThread
+
+log = logging.getLogger(__name__)
 
 Mode = Literal["fused", "copy"]
 
@@ -52,7 +59,7 @@ class CudaIpcTransport(MappedTransport[DeviceBuffer]):
             raise ConfigError(f"mode {mode!r} of transport cuda_ipc is unknown; use fused or copy")
         super().__init__(NAME, lane=f"{NAME}/{mode}")
         self._cuda: Cuda = process_cuda() if cuda is None else cuda
-        self._is_fused = mode == "fused"
+        self._is_fused = self._has_signals = mode == "fused"
         self._device = device_index
         self._waits = WaitingThread(f"{NAME}-closing")
 
@@ -78,10 +85,47 @@ class CudaIpcTransport(MappedTransport[DeviceBuffer]):
             )
         return self._add(replace(found, device_index=device))
 
-    def _answer(self, memory: DeviceBuffer, line: LivenessPipe, token: bytes) -> bytes:
+    def _open_signals(self, memory: DeviceBuffer) -> SignalReader | None:
+        shared = shared_memory(SIGNAL_BYTES)
+        shared[:] = bytes(SIGNAL_BYTES)  # so that its pages exist, as the writer requires
+        words = self._cuda.open_words(memory.device_index, shared, self._waits.submit)
+        return None if words is None else SignalReader(words)
+
+    def _answer(self, memory: DeviceBuffer, line: LivenessPipe, token: bytes, signals: SignalReader | None) -> bytes:
         exported = self._cuda.export(memory.device_index, memory.address)
         place = MappedPlace(line=line.address, token=token, offset=exported.offset, num_bytes=memory.num_bytes)
-        return Answered(place=place, device=self._cuda.uuid_of(memory.device_index), handle=exported.handle).to_blob()
+        region = None if signals is None else region_of(signals.words.address, SIGNAL_BYTES)
+        answer = Answered(
+            place=place,
+            device=self._cuda.uuid_of(memory.device_index),
+            handle=exported.handle,
+            signals=None if region is None else (region.fd, region.inode),
+        ).to_blob()
+        if region is not None:  # otherwise the writer does not read the signature
+            line.sign(answer)
+        return answer
+
+    def _map_signals(self, answered: Answered, answer: bytes, peer: PeerPipe, device: int) -> SignalWriter | None:
+        """Return the writer's end of the signals that the target offers. Without them, messages do their work.
+
+        Raises:
+            PeerUnreachable: The answer was not written by the process that it names.
+        """
+        if answered.signals is None:
+            return None
+        peer.check_signed(answer)  # a peer anywhere could name memory of another process of this user
+        fd, inode = answered.signals
+        try:
+            opened = open_region(peer.pid, fd, inode=inode, num_bytes=SIGNAL_BYTES)
+            try:
+                memory = map_shared(opened, SIGNAL_BYTES, lambda: None)
+            finally:
+                os.close(opened)
+        except (OSError, ConfigError, PeerUnreachable) as error:
+            log.info("%s: signals cannot be used: %s", self._lane, error)
+            return None
+        words = self._cuda.open_words(device, memory, self._waits.submit)
+        return None if words is None else SignalWriter(words)
 
     def _open_writer(self, answer: bytes, token: bytes, line: LivenessPipe) -> CudaWriterSession:
         answered = Answered.from_blob(answer, token=token)
@@ -92,11 +136,12 @@ class CudaIpcTransport(MappedTransport[DeviceBuffer]):
         peer = PeerPipe(answered.place.line)
         memory: TargetMemory | None = None
         try:
+            signals = self._map_signals(answered, answer, peer, self._device)
             memory = self._target_memory(answered, self._device)
             device = WriterDevice(
                 cuda=self._cuda, index=self._device, lane=self._lane, is_fused=self._is_fused, waits=self._waits
             )
-            return CudaWriterSession(self, device, memory, line, peer)
+            return CudaWriterSession(self, device, memory, line, peer, signals)
         except BaseException:
             if memory is not None and memory.mapped is not None:
                 self._cuda.close(memory.mapped)

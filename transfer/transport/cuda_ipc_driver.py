@@ -10,8 +10,10 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import logging
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -20,6 +22,9 @@ from transfer.errors import ConfigError
 from transfer.transport.cuda_ipc_blob import HANDLE_BYTES
 from transfer.transport.mapped_session import CopyError
 from transfer.transport.registered_memory import device_of_address
+from transfer.transport.signals import DeviceWords
+
+log = logging.getLogger(__name__)
 
 
 class CudaError(CopyError):
@@ -89,6 +94,47 @@ class CopyStream:
         event = self._cuda.call("cuEventCreate", self._cuda.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value)
         self._events.append(event)
         return event
+
+
+class CudaWords:
+    """Words of host memory that streams of a device read and write; a `transfer.transport.signals.DeviceWords`.
+
+    The device's context must be current when a method is called, as it must be for the kernels of the same stream.
+
+    Args:
+        memory: Page-aligned and writable. It is kept until CUDA has let go of it.
+        closing: Runs a function on a thread that may wait for the device.
+    """
+
+    def __init__(self, cuda: Cuda, device: int, memory: Any, closing: Callable[[Callable[[], None]], None]) -> None:
+        self._cuda = cuda
+        self._device = device
+        self.words = memoryview(memory).cast("B").cast("Q")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        register = cuda.driver.CU_MEMHOSTREGISTER_PORTABLE | cuda.driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        with cuda.on(device):
+            cuda.call("cuMemHostRegister", self.address, self.words.nbytes, register)
+            self._on_device = int(cuda.call("cuMemHostGetDevicePointer", self.address, 0))
+        # Streams of a session that is over are done with it, but other streams of the device delay the call.
+        unregister = functools.partial(_unregister, cuda, device, self.address, memory)
+        weakref.finalize(self, closing, unregister).atexit = False
+
+    def write(self, stream: int, word: int, value: int) -> None:
+        flag = self._cuda.driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value  # with a memory barrier
+        self._cuda.call("cuStreamWriteValue64", stream, self._on_device + 8 * word, value, flag)
+
+    def wait(self, stream: int, word: int, value: int) -> None:
+        flag = self._cuda.driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
+        self._cuda.call("cuStreamWaitValue64", stream, self._on_device + 8 * word, value, flag)
+
+    def copy(self, stream: int, word: int, source: int) -> None:
+        self._cuda.call("cuMemcpyDtoHAsync", self.address + 8 * word, source, 8, stream)
+
+
+def _unregister(cuda: Cuda, device: int, address: int, memory: Any) -> None:
+    with cuda.on(device):
+        cuda.call("cuMemHostUnregister", address)
+    del memory  # until here, it was mapped
 
 
 class Cuda:
@@ -219,6 +265,18 @@ class Cuda:
         # Without the lock, because it can wait for the device while others attach. CUDA counts, too, so an `open` of the same
         # handle in between gets a mapping that this call does not end.
         self._unmap(mapped)
+
+    def open_words(self, device: int, memory: Any, closing: Callable[[Callable[[], None]], None]) -> DeviceWords | None:
+        """Let streams of a device use host memory, as `CudaWords`. Return None if the device or the driver cannot do it."""
+        name = "CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS"
+        attribute = getattr(self.driver.CUdevice_attribute, name, None)
+        try:
+            if attribute is None or not self.call("cuDeviceGetAttribute", attribute, self._device(device)):
+                return None
+            return CudaWords(self, device, memory, closing)
+        except CudaError as error:  # such as a limit of locked memory
+            log.info("signals cannot be used: %s", error)
+            return None
 
     def open_stream(self, device: int) -> CopyStream:
         return CopyStream(self, device)

@@ -13,6 +13,7 @@ from transfer.transport.liveness import LivenessPipe, PeerPipe
 from transfer.transport.mapped_session import WriterSession
 from transfer.transport.registered_memory import DeviceBuffer
 from transfer.transport.sessions import PeerTransport
+from transfer.transport.signals import SignalWriter
 from transfer.transport.waiting_thread import WaitingThread
 
 log = logging.getLogger(__name__)
@@ -64,8 +65,10 @@ class CudaWriterSession(WriterSession[DeviceBuffer]):
         memory: TargetMemory,
         line: LivenessPipe,
         peer: PeerPipe,
+        signals: SignalWriter | None,
     ) -> None:
         super().__init__(transport, device.lane, num_bytes=memory.num_bytes, peer=peer)
+        self.signal_writer = signals
         self._device = device
         self._memory = memory
         self._line = line
@@ -123,4 +126,5 @@ class CudaWriterSession(WriterSession[DeviceBuffer]):
         else:
             self._line.end()
         self._copies = deque()  # replaced, because the owner may be reading the old one
+        self.signal_writer = None
         self._has_ended = True

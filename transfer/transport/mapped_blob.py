@@ -18,14 +18,20 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """A writer's blob; `token` names the offer."""
+    """A writer's blob; `token` names the offer.
+
+    Attributes:
+        has_signals: Whether the writer can use `transfer.transport.signals`.
+    """
 
     transport: str
     line: PipeAddress
     token: bytes
+    has_signals: bool = False
 
     def to_blob(self) -> bytes:
-        return pack_blob(self.transport, _VERSION, "offer", {"line": self.line.to_wire(), "token": self.token})
+        fields = {"line": self.line.to_wire(), "token": self.token, "signals": self.has_signals}
+        return pack_blob(self.transport, _VERSION, "offer", fields)
 
     @classmethod
     def from_blob(cls, blob: bytes, *, transport: str) -> Offered:
@@ -35,7 +41,12 @@ class Offered:
             ConfigError: The blob is of another transport or version, or a field is wrong.
         """
         fields = unpack_blob(blob, transport=transport, version=_VERSION, role="offer")
-        return cls(transport=transport, line=PipeAddress.from_wire(fields.get("line")), token=_token(fields))
+        return cls(
+            transport=transport,
+            line=PipeAddress.from_wire(fields.get("line")),
+            token=_token(fields),
+            has_signals=fields.get("signals") is True,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

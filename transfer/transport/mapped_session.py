@@ -16,6 +16,7 @@ from transfer.transport.base import ByteRange, LocalMemory
 from transfer.transport.liveness import LivenessPipe, PeerPipe
 from transfer.transport.registered_memory import Memory
 from transfer.transport.sessions import Operation, PeerSession, PeerTransport
+from transfer.transport.signals import SignalReader
 
 _MemoryT = TypeVar("_MemoryT", bound=Memory)
 
@@ -138,9 +139,16 @@ class TargetSession(PeerSession[_MemoryT]):
     """The target's end: it offers memory, and after `close()` keeps the memory alive until the writer has let go of it."""
 
     def __init__(
-        self, transport: PeerTransport[_MemoryT, Any], lane: str, memory: _MemoryT, line: LivenessPipe, peer: PeerPipe
+        self,
+        transport: PeerTransport[_MemoryT, Any],
+        lane: str,
+        memory: _MemoryT,
+        line: LivenessPipe,
+        peer: PeerPipe,
+        signals: SignalReader | None,
     ) -> None:
         super().__init__(transport, lane, offered=memory)
+        self.signal_reader = signals
         self._line = line
         self._peer = peer
 
@@ -173,6 +181,7 @@ class TargetSession(PeerSession[_MemoryT]):
             return False
         if self._offered is not None and self._peer.is_over:
             self._offered = None
+            self.signal_reader = None
             self._peer.close()
             self._transport.forget(self)
         return self._offered is None

@@ -15,6 +15,7 @@ from transfer.transport.mapped_blob import TOKEN_BYTES, Offered
 from transfer.transport.mapped_session import TargetSession, WriterSession
 from transfer.transport.registered_memory import Memory
 from transfer.transport.sessions import PeerTransport
+from transfer.transport.signals import SignalReader
 
 _CLOSE_WAIT_S = 1.0  # limit for writers of this transport and of its peers to let go, which takes milliseconds
 _CLOSE_STEP_S = 0.001
@@ -51,7 +52,8 @@ class MappedTransport(PeerTransport[_MemoryT, WriterSession[_MemoryT] | TargetSe
             self._sessions.add(session)
             return session
 
-        return PipeOffer(line, Offered(transport=self.name, line=line.address, token=token).to_blob(), open_writer)
+        offered = Offered(transport=self.name, line=line.address, token=token, has_signals=self._has_signals)
+        return PipeOffer(line, offered.to_blob(), open_writer)
 
     def accept(self, blob: bytes, memory: LocalMemory) -> tuple[TargetSession[_MemoryT], bytes]:
         self._check_open()
@@ -60,12 +62,13 @@ class MappedTransport(PeerTransport[_MemoryT, WriterSession[_MemoryT] | TargetSe
         self._let_go()
         line = LivenessPipe()
         try:
-            answer = self._answer(own, line, offered.token)
+            signals = self._open_signals(own) if offered.has_signals else None
+            answer = self._answer(own, line, offered.token, signals)
             peer = PeerPipe(offered.line)
         except BaseException:
             line.end()
             raise
-        session = TargetSession(self, self._lane, own, line, peer)
+        session = TargetSession(self, self._lane, own, line, peer, signals)
         self._sessions.add(session)
         _targets[offered.token] = session
         return session, answer
@@ -95,8 +98,15 @@ class MappedTransport(PeerTransport[_MemoryT, WriterSession[_MemoryT] | TargetSe
                 _left_behind.append(session)
         self._sessions.clear()
 
+    _has_signals = False
+    """Whether sessions can use `transfer.transport.signals`."""
+
+    def _open_signals(self, memory: _MemoryT) -> SignalReader | None:
+        """Return the target's end of a new session's signals; None if there can be none."""
+        return None
+
     @abstractmethod
-    def _answer(self, memory: _MemoryT, line: LivenessPipe, token: bytes) -> bytes:
+    def _answer(self, memory: _MemoryT, line: LivenessPipe, token: bytes, signals: SignalReader | None) -> bytes:
         """Return the answer to an offer. It names this end's pipe.
 
         Raises:

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from transfer.errors import LocalProtocolError, TransportClosed, TransportError, WriteFailed
 from transfer.transport.base import ByteRange, DirectMemory, LocalMemory, Offer, check_key
 from transfer.transport.registered_memory import Memory, wait_for_devices
+from transfer.transport.signals import SignalReader, SignalWriter
 
 _log = logging.getLogger(__name__)
 _MemoryT = TypeVar("_MemoryT", bound=Memory)
@@ -81,6 +82,8 @@ class PeerSession(Generic[_MemoryT]):
     ) -> None:
         self.lane = lane
         self.obstacle = obstacle
+        self.signal_writer: SignalWriter | None = None
+        self.signal_reader: SignalReader | None = None
         self._transport = transport
         self._offered = offered
         self._peer_num_bytes = peer_num_bytes

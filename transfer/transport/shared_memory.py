@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
+from transfer.errors import ConfigError, PeerUnreachable
 from transfer.transport.peer_file import mount_of, open_place
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -116,6 +117,57 @@ def open_memfd_place(pid: int, fd: int) -> int | None:
     Returns and raises as `transfer.transport.peer_file.open_place` does.
     """
     return open_place(pid, fd, mount_id=_memfd_mount())
+
+
+def open_region(pid: int, fd: int, *, inode: int, num_bytes: int) -> int:
+    """Open the memory of a peer process for reading and writing. Return a descriptor.
+
+    It is opened by place first and inspected, because the peer could name any file of the host. No call waits for the peer.
+
+    Args:
+        fd: Descriptor of the file in the peer process.
+        inode: The file itself, in case the descriptor was closed and used again.
+        num_bytes: Size that the peer stated.
+
+    Raises:
+        PeerUnreachable: The file is not there any more, or this process may not open it.
+        ConfigError: It is no memory, its size can change, or it has another size.
+    """
+    what = f"descriptor {fd} of peer process {pid}"
+    try:
+        place = open_memfd_place(pid, fd)
+    except OSError as error:
+        raise PeerUnreachable(f"{what} cannot be opened ({error.strerror}): run both ends as the same user") from error
+    if place is None:
+        raise ConfigError(f"{what} is not memory, or is in huge pages")
+    try:
+        if os.fstat(place).st_ino != inode:
+            raise ConfigError(f"{what} is not the memory in its answer")
+        opened = os.open(f"/proc/self/fd/{place}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # no wait for a lease
+    except OSError as error:
+        raise PeerUnreachable(f"{what} cannot be opened for writing ({error.strerror})") from error
+    finally:
+        os.close(place)
+    try:
+        _check_file(opened, what, num_bytes)
+    except BaseException:
+        os.close(opened)
+        raise
+    return opened
+
+
+def _check_file(fd: int, what: str, wanted_bytes: int) -> None:
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # no file in memory
+        seals = 0
+    if not seals & fcntl.F_SEAL_SHRINK:  # a store beyond the end of a file kills the process
+        raise ConfigError(f"{what} is not memory of a fixed size")
+    found = os.fstat(fd)
+    if found.st_size != wanted_bytes:  # `st_blocks` counts the pages of the whole file
+        raise ConfigError(f"{what} has {found.st_size} bytes; its answer offers bytes up to {wanted_bytes}")
+    if found.st_blocks * 512 < wanted_bytes:  # this process would allocate the missing ones, as those freed later
+        raise ConfigError(f"{what} has {found.st_blocks * 512} allocated bytes; its answer offers bytes up to {wanted_bytes}")
 
 
 @cache

@@ -14,7 +14,6 @@ rejected.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import threading
 from collections import deque
@@ -30,8 +29,9 @@ from transfer.transport.mapped_session import WriterSession
 from transfer.transport.mapped_transport import MappedTransport
 from transfer.transport.registered_memory import DeviceBuffer, HostMemory, memory_of
 from transfer.transport.sessions import PeerTransport
-from transfer.transport.shared_memory import map_shared, open_memfd_place, populate, region_of
+from transfer.transport.shared_memory import map_shared, open_region, populate, region_of
 from transfer.transport.shm_blob import NAME, ShmAnswer
+from transfer.transport.signals import SignalReader
 from transfer.transport.waiting_thread import WaitingThread
 
 # A turn of the owner's loop copies the writes in order, up to the first one that is larger, and this much of that one.
@@ -52,7 +52,7 @@ class ShmTransport(MappedTransport[HostMemory]):
             raise ConfigError("transport shm moves host memory, and this is memory of a GPU: choose transport: auto or cuda_ipc")
         return self._add(found)
 
-    def _answer(self, memory: HostMemory, line: LivenessPipe, token: bytes) -> bytes:
+    def _answer(self, memory: HostMemory, line: LivenessPipe, token: bytes, signals: SignalReader | None) -> bytes:
         address = memory.view.ctypes.data
         region = region_of(address, memory.num_bytes)
         if region is None:
@@ -70,7 +70,9 @@ class ShmTransport(MappedTransport[HostMemory]):
         peer = PeerPipe(answered.place.line)
         try:
             peer.check_signed(answer)  # a peer anywhere could name memory of another process of this user, also of this one
-            fd = _open_file(answered)
+            fd = open_region(
+                peer.pid, answered.fd, inode=answered.inode, num_bytes=answered.place.offset + answered.place.num_bytes
+            )
             try:
                 if peer.has_left:
                     raise PeerUnreachable(f"peer process {peer.pid} closed the session, or is gone")
@@ -150,50 +152,3 @@ class ShmWriterSession(WriterSession[HostMemory]):
 def _let_go(line: LivenessPipe, ended: threading.Event) -> None:
     line.end()
     ended.set()
-
-
-def _open_file(answered: ShmAnswer) -> int:
-    """Open the target's file for reading and writing.
-
-    It is opened by place first and inspected, because the peer could name any file of the host. No call waits for the peer.
-
-    Raises:
-        PeerUnreachable: The file is not there any more, or this process may not open it.
-        ConfigError: It is no memory, its size can change, or it has another size than the answer says.
-    """
-    pid, wanted_bytes = answered.place.line.identity.pid, answered.place.offset + answered.place.num_bytes
-    what = f"descriptor {answered.fd} of peer process {pid}"
-    try:
-        place = open_memfd_place(pid, answered.fd)
-    except OSError as error:
-        raise PeerUnreachable(f"{what} cannot be opened ({error.strerror}): run both ends as the same user") from error
-    if place is None:
-        raise ConfigError(f"{what} is not memory, or is in huge pages")
-    try:
-        if os.fstat(place).st_ino != answered.inode:
-            raise ConfigError(f"{what} is not the memory in its answer")
-        fd = os.open(f"/proc/self/fd/{place}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # no wait for a lease
-    except OSError as error:
-        raise PeerUnreachable(f"{what} cannot be opened for writing ({error.strerror})") from error
-    finally:
-        os.close(place)
-    try:
-        _check_file(fd, what, wanted_bytes)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _check_file(fd: int, what: str, wanted_bytes: int) -> None:
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:  # no file in memory
-        seals = 0
-    if not seals & fcntl.F_SEAL_SHRINK:  # a store beyond the end of a file kills the process
-        raise ConfigError(f"{what} is not memory of a fixed size")
-    found = os.fstat(fd)
-    if found.st_size != wanted_bytes:  # `st_blocks` counts the pages of the whole file
-        raise ConfigError(f"{what} has {found.st_size} bytes; its answer offers bytes up to {wanted_bytes}")
-    if found.st_blocks * 512 < wanted_bytes:  # this process would allocate the missing ones, as those freed later
-        raise ConfigError(f"{what} has {found.st_blocks * 512} allocated bytes; its answer offers bytes up to {wanted_bytes}")

@@ -1,0 +1,102 @@
+"""Signals of a writer's stream: entries in order, digests, entries used again, and writers that do too much."""
+
+from __future__ import annotations
+
+import ctypes
+
+from tests.transport.host_cuda import HostWords
+from transfer.transport.shared_memory import shared_memory
+from transfer.transport.signals import NUM_BYTES, NUM_ENTRIES, SignalReader, SignalWriter
+
+
+class Ends:
+    """Both ends, on one memory. The writer's stream is done at once."""
+
+    def __init__(self) -> None:
+        memory = shared_memory(NUM_BYTES)
+        self.writer, self.reader = SignalWriter(HostWords(memory)), SignalReader(HostWords(memory))
+        self._total = ctypes.c_uint64(2**64 - 3)  # the next digest wraps round
+
+    def gather(self, grant: int, digest: int) -> bool:
+        signal, address = self.writer.of(grant), ctypes.addressof(self._total)
+        signal.begin(0, address)
+        self._total.value += digest
+        signal.end(0, address)
+        return signal.is_sent
+
+
+def test_gathers_are_reported_in_order_each_with_its_own_digest() -> None:
+    ends = Ends()
+    assert ends.reader.take() == []
+    for grant, digest in ((4096, 7), (64, 0), (2**63, 2**64 - 1)):
+        assert ends.gather(grant, digest)
+    taken = ends.reader.take()
+    assert [(signal.grant, signal.digest) for signal in taken] == [(4096, 7), (64, 0), (2**63, 2**64 - 1)]
+    assert ends.reader.take() == []
+
+
+def test_the_words_that_are_waited_for_have_their_values_then() -> None:
+    ends = Ends()
+    for number in range(1, 2 * NUM_ENTRIES):
+        assert ends.reader.awaited is not None
+        address, value = ends.reader.awaited
+        word = ctypes.c_uint64.from_address(address)
+        assert word.value < value == number
+        signal = ends.writer.of(number)
+        signal.begin(0, ctypes.addressof(word))
+        assert word.value == value
+        (arrival,) = ends.reader.take()
+        end, end_value = arrival.awaited_end
+        assert ctypes.c_uint64.from_address(end).value < end_value
+        signal.end(0, ctypes.addressof(word))
+        assert ctypes.c_uint64.from_address(end).value == end_value
+        arrival.close()
+
+
+def test_a_given_up_signal_ends_the_wait() -> None:
+    ends = Ends()
+    ends.writer.of(8).begin(0, ctypes.addressof(ctypes.c_uint64()))
+    (arrival,) = ends.reader.take()
+    address, value = arrival.awaited_end
+    arrival.give_up()
+    assert ctypes.c_uint64.from_address(address).value == value
+
+
+def test_without_a_free_entry_no_signal_is_sent_and_later_ones_are() -> None:
+    """Entries are closed in any order, and used again only behind the oldest open one."""
+    ends = Ends()
+    for grant in range(NUM_ENTRIES):
+        assert ends.gather(grant, grant)
+    assert not ends.gather(1000, 5)
+    first, second, *others = ends.reader.take()
+    assert ends.reader.awaited is None
+    for signal in [second, *others]:
+        signal.close()
+    assert not ends.gather(1001, 5)
+    first.close()
+    assert ends.gather(1002, 9)
+    (arrival,) = ends.reader.take()
+    assert (arrival.grant, arrival.digest) == (1002, 9)
+
+
+def test_a_stopped_writer_sends_no_more() -> None:
+    ends = Ends()
+    assert ends.gather(1, 1)
+    ends.reader.stop()
+    assert not ends.gather(2, 2)
+    assert [signal.grant for signal in ends.reader.take()] == [1]
+
+
+def test_a_writer_that_ignores_the_limit_is_not_followed_beyond_it() -> None:
+    """It writes into entries that are in use: there are never more signals than entries, and never an endless look."""
+    memory = shared_memory(NUM_BYTES)
+    words, reader = HostWords(memory), SignalReader(HostWords(memory))
+    for word in range(8, NUM_BYTES // 8):
+        words.words[word] = 2**64 - 1
+    assert reader.take() == []  # numbers that are not the next one
+    for number in range(1, NUM_ENTRIES + 1):
+        words.words[8 * number] = number
+    assert len(reader.take()) == NUM_ENTRIES
+    for number in range(1, NUM_ENTRIES + 1):
+        words.words[8 * number] = NUM_ENTRIES + number
+    assert reader.take() == [] and reader.awaited is None
