@@ -14,6 +14,8 @@ import torch
 STEP_S = 0.01
 """How far the host is ahead of the device; a step of a thousand tokens of a large model takes longer."""
 
+_LEAD_S = 0.0005  # before the step, so that the host sees its begin
+
 _CYCLES_PER_S = 1.98e9  # of an H200; only the length of the step depends on it, and that is measured
 
 
@@ -28,14 +30,20 @@ class DeviceStep:
         make_event: Any = torch.cuda.Event
         begin, self.event = make_event(enable_timing=True), make_event(enable_timing=True)
         self._begin = begin
-        self._queued_s = time.monotonic()
         with torch.cuda.stream(stream):
+            torch.cuda._sleep(int(_LEAD_S * _CYCLES_PER_S))
             begin.record()
             torch.cuda._sleep(int(STEP_S * _CYCLES_PER_S))
             self.event.record()
+        self._begun_s = looked_s = time.monotonic()
+        while not begin.query():
+            self._begun_s, looked_s = looked_s, time.monotonic()
 
     def computed_s(self) -> float:
-        """Counted from before the step was queued, so early by some microseconds rather than late."""
+        """Counted from the last look at the device before the step began, so early by some microseconds rather than late.
+
+        The time at which the step was queued is of no use: after a pause, the host is up to 0.2 ms ahead of the device.
+        """
         self.event.synchronize()
         elapsed_ms: float = self._begin.elapsed_time(self.event)
-        return self._queued_s + elapsed_ms / 1e3
+        return self._begun_s + elapsed_ms / 1e3
