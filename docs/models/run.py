@@ -119,6 +119,7 @@ RUNS = (
     Run(model="transfer", name="two_sided", asks="R1 R3 R4, each key once", is_quick=True),
     Run(model="transfer", name="one_sided", asks="R1 R3 R4, each key once", sizes=("ONE_SIDED",), is_quick=True),
     Run(model="transfer", name="direct", asks="R1 R3 R4, each key once", sizes=("DIRECT", "SLOTS=2"), is_quick=True),
+    Run(model="transfer", name="signals", asks="R1 R3 R4, each key once", sizes=("SIGNALS", "SLOTS=2")),
     Run(
         model="transfer",
         name="careless_writer",
@@ -154,6 +155,7 @@ RUNS = (
     bug("transfer", "no_settle", "released before the receive has settled", "user["),
     bug("transfer", "no_watermark", "writer ignores the watermark", "user[", "ONE_SIDED"),
     bug("transfer", "posted_early", "receive posted before its bytes are free", "user["),
+    bug("transfer", "scatter_before_end", "a signalled scatter does not wait for its gather", "t_bytes[", "SIGNALS", "SLOTS=2"),
     bug("transfer", "grant_changes", "a repeated request has another answer (R3)", "grant[p]"),
     bug(
         "transfer",

@@ -6,6 +6,9 @@
  * request 1. Every piece is one cell, and the ring has CAP of them, so that grants wait for each other. Every message of docs/protocol.md
  * with what its receiver makes of it, also when it comes late, twice, out of order, or for a request that is over. The data plane is
  * two-sided (posted receives, keys, declines), or with ONE_SIDED writes land by themselves, or with DIRECT the gather is the write.
+ * With SIGNALS, the first gather of a piece can also tell the receiver that it has begun, and the scatter waits for its end (ADR 0083).
+ * The writer hears later that its gather has ended: the bytes can be scattered and released by then. The wait can be given up at any
+ * moment.
  * Bytes break up to MAX_BROKEN times. Either side gives a request up at any moment, and its leader tells the other side at last.
  *
  * The network, in two forms.
@@ -51,6 +54,9 @@
 #endif
 #ifndef MAX_REPEATED
 #define MAX_REPEATED 1
+#endif
+#ifdef SIGNALS
+#define DIRECT
 #endif
 #ifdef DIRECT
 #define ONE_SIDED
@@ -103,6 +109,11 @@ mtype:receiver t_stage[PIECES];
 byte t_grant[PIECES], t_attempt[PIECES];
 mtype:bytes t_bytes[PIECES];            /* what the settled receive brought; one-sided: what lies there */
 bool t_ready[PIECES];
+#ifdef SIGNALS
+bool has_landed[PIECES];                /* a gather has ended, and its writer has not heard of it */
+bool t_signalled[PIECES];               /* the one signal has come */
+bool t_waits[PIECES];                   /* the scatter waits for the end of the gather */
+#endif
 bool t_knows[REQUESTS], t_failed[REQUESTS], t_drained[REQUESTS];
 int released;
 byte head;
@@ -297,11 +308,17 @@ end:	do
 			:: failed[REQUEST(p)] -> slots++; stage[p] = DROPPED; decline(p, attempt[p]); finish_failed(REQUEST(p))
 			:: else -> start_write(p)
 			fi }
+#ifdef SIGNALS
+	:: d_step { stage[p] == WRITING && !has_landed[p] -> land(p, INTACT); has_landed[p] = true }
+	:: d_step { stage[p] == WRITING && !has_landed[p] && broken_left > 0 -> broken_left--; land(p, BROKEN); has_landed[p] = true }
+	:: d_step { stage[p] == WRITING && has_landed[p] -> has_landed[p] = false; on_written(p) }
+#else
 #ifdef ONE_SIDED
 	:: d_step { stage[p] == WRITING -> land(p, INTACT); on_written(p) }
 	:: d_step { stage[p] == WRITING && broken_left > 0 -> broken_left--; land(p, BROKEN); on_written(p) }
 #else
 	:: d_step { stage[p] == WRITING -> on_written(p) }              /* perhaps buffered by the transport, and not received yet */
+#endif
 #endif
 	MESSAGE(GrantsIssued(p), on_grants_issued(p))
 	MESSAGE(ChunkRejected(p), on_rejected(p))
@@ -482,6 +499,24 @@ inline on_scattered(p) {
 	fi
 }
 
+#ifdef SIGNALS
+#ifdef BUG_SCATTER_BEFORE_END
+#define HAS_ENDED(p)    true
+#else
+#define HAS_ENDED(p)    (t_bytes[p] != NOTHING)
+#endif
+
+inline on_signal(p) {
+	t_signalled[p] = true;
+	if
+	:: t_knows[REQUEST(p)] && !t_failed[REQUEST(p)] && t_stage[p] == T_GRANTED && t_attempt[p] == 0 && !t_ready[p] ->
+		t_waits[p] = true;
+		t_stage[p] = T_SCATTERING
+	:: else                                                         /* ChunkReady says the same */
+	fi
+}
+#endif
+
 /* A posted receive and what was sent under its key meet. */
 #define MEET(p)         ((posted & sent & ~settled & AT(KEY(p, t_attempt[p]))) != 0)
 
@@ -510,7 +545,19 @@ end:	do
 	:: d_step { MEET(p) -> on_settled(p, ((declined & AT(KEY(p, t_attempt[p]))) != 0 -> DECLINED : INTACT)) }
 	:: d_step { MEET(p) && (declined & AT(KEY(p, t_attempt[p]))) == 0 && broken_left > 0 -> broken_left--; on_settled(p, BROKEN) }
 #endif
+#ifdef SIGNALS
+	:: d_step { HAS(sent & ~declined, AT(KEY(p, 0))) && !t_signalled[p] -> on_signal(p) }
+	:: d_step { t_stage[p] == T_SCATTERING && (!t_waits[p] || HAS_ENDED(p)) -> t_waits[p] = false; on_scattered(p) }
+	:: d_step { t_stage[p] == T_SCATTERING && t_waits[p] ->         /* given up, perhaps although the gather has just ended */
+			t_waits[p] = false;
+			t_stage[p] = T_GRANTED;
+			if
+			:: t_failed[REQUEST(p)] -> settle(REQUEST(p))
+			:: else
+			fi }
+#else
 	:: d_step { t_stage[p] == T_SCATTERING -> on_scattered(p) }
+#endif
 #ifdef BUG_TIMEOUT
 	:: d_step { t_stage[p] == T_GRANTED && t_failed[REQUEST(p)] -> release(p); settle(REQUEST(p)) } /* it has been in quarantine for long */
 #endif

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -12,11 +13,16 @@ from torch import Tensor
 from tests.runtime.pieces import piece_of
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.copy import Kernels
+from transfer.copy.compiled_copy import wait_for_words
 from transfer.copy.copy_queue import CopyQueue, open_copy_queue
 from transfer.copy.digest import DIGEST_WORDS, digest
 from transfer.copy.piece_copier import PieceCopier, PieceCopy
 from transfer.layout import DType, KVLayout, Shard, routes
 from transfer.pool.kv_pool import KVPool
+from transfer.transport.cuda_ipc_driver import process_cuda
+from transfer.transport.shared_memory import shared_memory
+from transfer.transport.signals import NUM_BYTES, SIGNAL_LIMIT_S, ArrivalSignal, SignalReader, SignalWriter
+from transfer.transport.waiting_thread import WaitingThread
 
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=64, dtype=DType.BFLOAT16)
 PAGES = [5, 2, 7, 0]
@@ -72,8 +78,8 @@ async def gathered(side: Side, wire: Tensor, after: torch.cuda.Event | None) -> 
     return found, ended_s - begun_s
 
 
-async def scattered(side: Side, wire: Tensor, announced: int) -> tuple[bool, float]:
-    done: asyncio.Future[tuple[bool, float]] = asyncio.get_running_loop().create_future()
+async def scattered(side: Side, wire: Tensor, announced: int) -> tuple[bool | None, float]:
+    done: asyncio.Future[tuple[bool | None, float]] = asyncio.get_running_loop().create_future()
     side.queue.scatter(
         side.piece(), wire, algorithm=DIGEST_WORDS, digest=announced, peer=1, on_done=lambda *result: done.set_result(result)
     )
@@ -95,3 +101,79 @@ async def test_a_piece_goes_from_pool_to_pool_with_its_digest(kernels: Kernels) 
     for mine, theirs in zip(source.tokens(), target.tokens(), strict=True):
         assert torch.equal(mine, theirs)
     assert source.queue.close(5) and target.queue.close(5)
+
+
+def signal_ends() -> tuple[SignalWriter, SignalReader]:
+    words = process_cuda().open_words(torch.cuda.current_device(), shared_memory(NUM_BYTES), WaitingThread("closing").submit)
+    assert words is not None, "this GPU and driver have no 64-bit memory operations of streams"
+    return SignalWriter(words), SignalReader(words)
+
+
+async def test_a_scatter_is_queued_while_its_gather_waits_for_the_engine() -> None:
+    """It reads nothing before the gather has ended, and has the digest of the gather's stream."""
+    source, target = Side.open("gather", Kernels.TRITON), Side.open("scatter", Kernels.TRITON)
+    wire, (writer, reader) = source.wire(), signal_ends()
+    await scattered(target, wire, (await gathered(source, wire, None))[0])  # compiled
+    for grant in range(1, 4):
+        for buffer in (source.pool.buffer(layer, is_v=is_v) for layer in range(2) for is_v in (False, True)):
+            buffer.normal_()
+        wire.zero_()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(BUSY_CYCLES)  # noqa: SLF001
+        computed = torch.cuda.Event()
+        computed.record()
+        gather_done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        signal = writer.of(grant)
+        source.queue.gather(
+            source.piece(),
+            wire,
+            algorithm=DIGEST_WORDS,
+            peer=1,
+            after=computed,
+            on_done=lambda found, *_, done=gather_done: done.set_result(found),  # type: ignore[misc]
+            signal=signal,
+        )
+        assert signal.is_sent and not reader.take() and reader.awaited is not None  # the engine is not done
+        assert await asyncio.to_thread(wait_for_words, [reader.awaited], timeout_s=5.0)
+        (arrival,) = reader.take()
+        assert arrival.grant == grant
+        is_intact, seconds = await scattered_behind(target, wire, arrival)
+        assert is_intact and seconds < 0.1
+        assert await asyncio.wait_for(gather_done, 30) == digest(wire.cpu().numpy(), DIGEST_WORDS)
+        for mine, theirs in zip(source.tokens(), target.tokens(), strict=True):
+            assert torch.equal(mine, theirs)
+    assert source.queue.close(5) and target.queue.close(5)
+
+
+async def scattered_behind(side: Side, wire: Tensor, arrival: ArrivalSignal) -> tuple[bool | None, float]:
+    done: asyncio.Future[tuple[bool | None, float]] = asyncio.get_running_loop().create_future()
+    side.queue.scatter(
+        side.piece(),
+        wire,
+        algorithm=DIGEST_WORDS,
+        digest=0,
+        peer=1,
+        on_done=lambda *result: done.set_result(result),
+        signal=arrival,
+    )
+    return await asyncio.wait_for(done, 30)
+
+
+async def test_no_stream_waits_long_for_a_gather_that_does_not_end() -> None:
+    side = Side.open("scatter", Kernels.TRITON)
+    wire, (writer, reader) = side.wire(), signal_ends()
+    await scattered(side, wire, 0)  # compiled
+    stream = torch.cuda.Stream()
+    total = torch.zeros(1, dtype=torch.int64, device="cuda")
+    stream.wait_stream(torch.cuda.current_stream())
+    assert writer.begin(8, stream.cuda_stream, total.data_ptr()) == 1
+    stream.synchronize()
+    (arrival,) = reader.take()
+    begun_s = time.monotonic()
+    is_intact, _ = await scattered_behind(side, wire, arrival)
+    assert is_intact is None
+    torch.cuda.synchronize()
+    assert SIGNAL_LIMIT_S <= time.monotonic() - begun_s < SIGNAL_LIMIT_S + 1
+    is_intact, _ = await scattered(side, wire, digest(wire.cpu().numpy(), DIGEST_WORDS))  # and the next copy is as ever
+    assert is_intact
+    assert side.queue.close(5)

@@ -19,6 +19,7 @@ class Kind:
 
     is_one_sided: bool
     direct: tuple[int, ...] = (0,)
+    signals: tuple[int, ...] = (0,)
     is_revocable: bool = True
     has_deaths: bool = False
 
@@ -51,6 +52,7 @@ class Kind:
             ),
             arriving_tokens=choose([0, 8]),
             token_layers=choose([0, 4, 9]),
+            signals=choose(self.signals),
         )
         return World(config, chance.getrandbits(32))
 
@@ -60,8 +62,8 @@ KINDS = {
     "one_sided": Kind(is_one_sided=True),
     "two_sided_with_deaths": Kind(is_one_sided=False, has_deaths=True),
     "one_sided_with_deaths": Kind(is_one_sided=True, has_deaths=True),
-    "direct": Kind(is_one_sided=True, direct=(50, 100)),
-    "direct_with_deaths": Kind(is_one_sided=True, direct=(50, 100), has_deaths=True),
+    "direct": Kind(is_one_sided=True, direct=(50, 100), signals=(0, 50, 100)),
+    "direct_with_deaths": Kind(is_one_sided=True, direct=(50, 100), signals=(0, 50, 100), has_deaths=True),
     "unrevocable_with_deaths": Kind(is_one_sided=True, is_revocable=False, has_deaths=True),
 }
 
@@ -72,6 +74,7 @@ class Played:
 
     faults: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
+    signals: Counter[str] = field(default_factory=Counter)  # used or given up
     num_late: int = 0  # bytes that landed after the receiver had closed
 
 
@@ -90,6 +93,7 @@ def play(kind: Kind, seeds: Iterable[int]) -> Played:
             error.add_note(f"seed {seed} of {kind}")
             raise
         played.faults += world.happened
+        played.signals += world.signals_seen
         played.outcomes.update(outcome for receiver in world.receivers for outcome in receiver.outcome.values())
         played.num_late += sum(link.num_late for link in world.links.values())
     return played

@@ -74,6 +74,7 @@ class Link:
     sent_keys: set[int] = field(default_factory=set)
     posted_keys: set[int] = field(default_factory=set)
     last_delivery: dict[str, int] = field(default_factory=dict)
+    ended_stores: set[int] = field(default_factory=set)  # where the grants of ended gathers begin
 
     @property
     def is_live(self) -> bool:
@@ -119,6 +120,7 @@ class Link:
         self.num_late += not self.is_open_at_receiver
         is_broken = self.world.corrupts(shipment.tag)
         self.ring.end_landing(shipment.number, shipment.grant, shipment.num_bytes, shipment.tag, is_broken=is_broken)
+        self.ended_stores.add(shipment.grant.begin)
         self._end_access()
 
     def expect(self, key: int, post: Post) -> None:

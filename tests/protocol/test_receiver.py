@@ -719,3 +719,67 @@ def test_a_held_chunk_that_can_never_fit_fails_its_request() -> None:
     assert not receiver.ask(0)
     (failed,) = of_type(receiver.tell(replace(held, tokens=None)), rx.IncomingFailed)
     assert "512" in failed.reason
+
+
+# Signals
+
+
+def signalled(receiver: ReceiverHand, grant: Grant, *, session: int = 1) -> list[rx.StartScatter]:
+    return of_type(receiver.tell(rx.GatherSignalled(session=session, begin=grant.begin)), rx.StartScatter)
+
+
+def test_a_scatter_is_queued_when_its_gather_begins() -> None:
+    receiver = ReceiverHand(is_one_sided=True)
+    grant = receiver.granted()
+    (scatter,) = signalled(receiver, grant)
+    assert scatter.piece.grant == grant and scatter.digest is None
+    assert not signalled(receiver, grant)
+    assert drops(receiver.ready(0, grant)) == ["repeated"]  # the message says the same
+    assert of_type(receiver.scattered(grant), rx.IncomingComplete)
+
+
+def test_a_signal_that_does_not_fit_its_grant_changes_nothing() -> None:
+    receiver = ReceiverHand(is_one_sided=True, prefill_tp=2)
+    receiver.expect(num_tokens=4)
+    half = WHOLE_CHUNK // 2
+    grant = receiver.grants_of(receiver.ask(0, num_bytes=half))[0]
+    assert not signalled(receiver, grant, session=2)  # the grant of another session
+    assert not signalled(receiver, cells(5, 6))  # no grant
+    assert of_type(receiver.ready(0, grant, num_bytes=half), rx.StartScatter)
+    assert not signalled(receiver, grant)  # later than the message
+    two_sided = ReceiverHand()
+    assert not signalled(two_sided, two_sided.granted())
+
+
+def test_a_given_up_signal_leaves_the_piece_to_its_message() -> None:
+    receiver = ReceiverHand(is_one_sided=True)
+    grant = receiver.granted()
+    assert signalled(receiver, grant)
+    actions = receiver.tell(rx.ScatterFinished(grant=grant, is_intact=None))
+    assert not actions  # no rejection: the bytes may still be on their way
+    (scatter,) = of_type(receiver.ready(0, grant), rx.StartScatter)
+    assert scatter.digest == 7
+    assert of_type(receiver.scattered(grant), rx.IncomingComplete)
+
+
+def test_a_broken_signalled_chunk_is_asked_for_once_more_and_then_has_no_signal() -> None:
+    receiver = ReceiverHand(is_one_sided=True)
+    grant = receiver.granted()
+    assert signalled(receiver, grant)
+    (rejected,) = messages(receiver.scattered(grant, is_intact=False), ChunkRejected)
+    assert rejected.attempt == 0
+    assert not signalled(receiver, grant)
+    assert of_type(receiver.ready(0, grant, attempt=1), rx.StartScatter)
+
+
+def test_a_failed_request_waits_for_a_signalled_scatter_and_keeps_its_grant_until_the_writer_has_drained() -> None:
+    """The scatter waits for a gather that is under way: no page is safe before, and no byte of the grant until it has ended."""
+    receiver = ReceiverHand(is_one_sided=True)
+    grant = receiver.granted()
+    assert signalled(receiver, grant)
+    assert not of_type(receiver.cancel(), rx.IncomingDrained)
+    actions = receiver.tell(rx.ScatterFinished(grant=grant, is_intact=None))
+    assert of_type(actions, rx.IncomingDrained)
+    assert receiver.ring.num_live_grants == 1 and receiver.ring.quarantined_bytes > 0
+    receiver.drained()
+    assert receiver.ring.num_live_grants == 0 and not receiver.machine.num_requests

@@ -136,3 +136,27 @@ def test_a_direct_gather_in_flight_survives_its_session_and_keeps_the_pages(is_s
     actions = sender.gathered(DIRECT_0)
     assert [type(action) for action in actions] == [tx.SourceReleased, tx.OutgoingFailed]
     assert sender.machine.is_idle
+
+
+def test_a_signalled_gather_needs_no_message_unless_no_release_comes() -> None:
+    sender = SenderHand(direct=DIRECT)
+    sender.start(num_tokens=4)
+    sender.grant({0: cells(0, 2)})
+    sender.compute(0)
+    assert not messages(sender.tell(tx.GatherFinished(place=DIRECT_0, digest=9, is_signalled=True)), ChunkReady)
+    assert not messages(sender.tell(tx.Tick(), now_s=0.9), ChunkReady)
+    (ready,) = messages(sender.tell(tx.Tick(), now_s=1.0), ChunkReady)
+    assert (ready.begin, ready.digest, ready.attempt) == (0, 9, 0)
+    assert of_type(sender.watermark(2 * CELL), tx.OutgoingSent)
+
+
+def test_a_release_can_come_before_the_host_hears_of_its_gather() -> None:
+    """The peer has scattered at the signal. The pages are kept, and the request goes on, until the gather is reported."""
+    sender = SenderHand(direct=DIRECT)
+    sender.start(num_tokens=4)
+    sender.grant({0: cells(0, 2)})
+    sender.compute(0)
+    assert not sender.watermark(2 * CELL)
+    actions = sender.tell(tx.GatherFinished(place=DIRECT_0, digest=9, is_signalled=True))
+    assert [type(action) for action in actions] == [tx.PieceReleased, tx.SourceReleased, tx.OutgoingSent]
+    assert sender.machine.is_idle

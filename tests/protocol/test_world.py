@@ -34,6 +34,7 @@ def test_whatever_goes_wrong_nothing_wrong_is_scattered_and_all_ends(name: str) 
         set() if kind.has_deaths else DEATHS
     )
     assert played.outcomes["complete"] > 50 and played.outcomes["drained"] > 50
+    assert kind.signals == (0,) or (played.signals["used"] > 50 and played.signals["given up"] > 50)
     # Otherwise the quarantine until `ReceiverSessionOver` would be played without a reason for it.
     assert played.num_late > 20 or (kind.is_revocable and (kind.direct == (0,) or not kind.has_deaths))
 

@@ -39,13 +39,17 @@ LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=12, head_dim=4, dtype=DType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldConfig:
-    """One world; `spare_cells` is what each ring has beyond its largest chunk, `direct` the percentage of direct sessions."""
+    """One world; `spare_cells` is what each ring has beyond its largest chunk, `direct` the percentage of direct sessions.
+
+    `signals` is the percentage of a direct session's gathers that send a signal.
+    """
 
     prefill_tp: int = 4
     decode_tp: int = 2
     is_one_sided: bool = False
     is_revocable: bool = True
     direct: int = 0
+    signals: int = 0
     spare_cells: int = 2
     num_slots: int = 2
     grants_ahead: int = 4
@@ -130,6 +134,7 @@ class World:
         self._capacity_bytes = (self._largest_cells() + config.spare_cells) * ALIGNMENT_BYTES
         self.corruptions: dict[Tag, int] = {}
         self.happened: Counter[str] = Counter()  # faults, by their names in `Faults`
+        self.signals_seen: Counter[str] = Counter()  # used or given up
         self.senders = [self._new_sender(rank) for rank in range(config.prefill_tp)]
         self.receivers = [self._new_receiver(rank) for rank in range(config.decode_tp)]
         self.links: dict[int, Link] = {}
@@ -537,17 +542,28 @@ class World:
         else:
             self._require_own_grant(link, action.piece.granted, tag)
             shipment = link.begin_store(self._shipment_number(link), action.piece.granted, action.piece.num_bytes, tag)
-            self.after(60, lambda: self._stored(sender, action, link, shipment))
+            is_signalled = action.piece.attempt == 0 and self.chance(self.config.signals)
+            if is_signalled:
+                self.after(10, lambda: self._signal(link, action.piece.granted))
+            self.after(60, lambda: self._stored(sender, action, link, shipment, is_signalled=is_signalled))
 
-    def _stored(self, sender: SenderRank, action: tx.StartGather, link: Link, shipment: Shipment) -> None:
+    def _signal(self, link: Link, grant: Grant) -> None:
+        receiver = self.receivers[link.decode_rank]
+        if link.is_open_at_receiver and receiver.incarnation == link.receiver_incarnation and not self.chance(10):
+            self.tell_receiver(receiver, rx.GatherSignalled(session=link.number, begin=grant.begin))
+
+    def _stored(self, sender: SenderRank, action: tx.StartGather, link: Link, shipment: Shipment, *, is_signalled: bool) -> None:
         link.end_store(shipment)
-        self._gathered(sender, action, None)
+        # Its host hears of it later than the peer's stream.
+        longest = 40 if is_signalled else 0
+        self.after(longest, lambda: self._gathered(sender, action, None, is_signalled=is_signalled))
 
-    def _gathered(self, sender: SenderRank, action: tx.StartGather, in_slot: Tag | None) -> None:
+    def _gathered(self, sender: SenderRank, action: tx.StartGather, in_slot: Tag | None, *, is_signalled: bool = False) -> None:
         del sender.gathering[action.place]
         sender.slots[action.place] = in_slot
         tag = Tag(request_id=action.piece.request_id, route=action.piece.route.index, chunk=action.piece.chunk.index)
-        self.tell_sender(sender, tx.GatherFinished(place=action.place, digest=digest_of(tag)))
+        finished = tx.GatherFinished(place=action.place, digest=digest_of(tag), is_signalled=is_signalled)
+        self.tell_sender(sender, finished)
 
     def _start_write(self, sender: SenderRank, action: tx.StartWrite) -> None:
         link = self._own_link(sender, action.piece.session)
@@ -665,9 +681,29 @@ class World:
         require(action.piece.request_id not in receiver.freed, f"{tag} is scattered into pages that were freed")
         num_with_pages = receiver.num_with_pages.get(tag.request_id, action.piece.chunk.tokens.end)
         require(action.piece.chunk.tokens.end <= num_with_pages, f"{tag} has no pages yet")
-        require(action.digest == digest_of(tag), f"{tag} is checked against the digest of other bytes")
+        require(action.digest in (None, digest_of(tag)), f"{tag} is checked against the digest of other bytes")
         require(action.piece.grant.begin not in receiver.scattering, f"two scatters of {action.piece.grant}")
         receiver.scattering[action.piece.grant.begin] = action
+        if action.digest is None:
+            self._wait_for_end(receiver, action, self.now + self.random.choice([20, 100]))
+        else:
+            self._scatter_now(receiver, action, tag)
+
+    def _wait_for_end(self, receiver: ReceiverRank, action: rx.StartScatter, gives_up_at: int) -> None:
+        """Scatter when the signal's gather has ended, or give it up."""
+        link, begin = self.links[action.piece.session], action.piece.grant.begin
+        if begin in link.ended_stores:
+            self.signals_seen["used"] += 1
+            tag = Tag(request_id=action.piece.request_id, route=action.piece.route.index, chunk=action.piece.chunk.index)
+            self._scatter_now(receiver, action, tag)
+        elif self.now < gives_up_at:
+            self.at(self.now + 1, lambda: self._wait_for_end(receiver, action, gives_up_at))
+        else:
+            self.signals_seen["given up"] += 1
+            del receiver.scattering[begin]
+            self.tell_receiver(receiver, rx.ScatterFinished(grant=action.piece.grant, is_intact=None))
+
+    def _scatter_now(self, receiver: ReceiverRank, action: rx.StartScatter, tag: Tag) -> None:
         is_intact = receiver.ring.begin_scatter(action.piece.grant, action.piece.num_bytes, tag)
         self.after(25, lambda: self._scattered(receiver, action, is_intact))
 

@@ -9,6 +9,7 @@
  * The wire of a scatter can be memory that a hostile peer changes at any time. So a scatter with a digest loads each byte of the wire
  * once, and copies and digests this one value. The barriers keep the compiler from loading it again. The pool of a gather is memory of
  * this process, and its wire is of no further use if a peer has changed it.
+ * A second task is here because it must not hold the GIL either: waiting for words in shared memory.
  * Source of XXH3: github.com/Cyan4973/xxHash, doc/xxhash_spec.md, 64 bits, seed 0, inputs longer than 240 bytes.
  */
 #define Py_LIMITED_API 0x030b0000
@@ -16,6 +17,8 @@
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/prctl.h>
+#include <time.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -370,10 +373,53 @@ static PyObject *source_hash(PyObject *module, PyObject *arguments) {
 }
 
 /* Arguments and results are in _host_copy.pyi. */
+/* Waiting for words that a device of another process writes (transfer/transport/signals.py) */
+
+typedef struct {
+    uint64_t address, value;
+} AwaitedWord;
+
+static int has_come(const AwaitedWord *words, Py_ssize_t num_words) {
+    for (Py_ssize_t i = 0; i < num_words; i++)
+        if (__atomic_load_n((const uint64_t *)(uintptr_t)words[i].address, __ATOMIC_ACQUIRE) >= words[i].value)
+            return 1;
+    return 0;
+}
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static PyObject *wait_for_words(PyObject *Py_UNUSED(module), PyObject *args) {
+    Py_buffer words;
+    long long timeout_ns, least_pause_ns, most_pause_ns;
+    if (!PyArg_ParseTuple(args, "y*LLL", &words, &timeout_ns, &least_pause_ns, &most_pause_ns))
+        return NULL;
+    const AwaitedWord *awaited = words.buf;
+    Py_ssize_t num_words = words.len / (Py_ssize_t)sizeof *awaited;
+    int found;
+    Py_BEGIN_ALLOW_THREADS
+    prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0); /* of this thread: the default is 50 us */
+    int64_t began = now_ns();
+    while (!(found = has_come(awaited, num_words))) {
+        int64_t waited = now_ns() - began, pause = waited / 16;
+        if (waited >= timeout_ns)
+            break;
+        pause = pause < least_pause_ns ? least_pause_ns : pause > most_pause_ns ? most_pause_ns : pause;
+        nanosleep(&(struct timespec){.tv_sec = pause / 1000000000, .tv_nsec = pause % 1000000000}, NULL);
+    }
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&words);
+    return PyBool_FromLong(found);
+}
+
 static PyMethodDef methods[] = {
     {"copy_pages", copy_pages, METH_VARARGS, NULL},
     {"has_avx2", has_avx2, METH_NOARGS, NULL},
     {"source_hash", source_hash, METH_NOARGS, NULL},
+    {"wait_for_words", wait_for_words, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -30,3 +30,12 @@ def copy_pages(
         algorithm: 0 for no digest, 1 for XXH3 (at least 241 bytes), 2 for words.
         is_streaming: Write past the caches.
     """
+
+def wait_for_words(words: Buffer, timeout_ns: int, least_pause_ns: int, most_pause_ns: int, /) -> bool:
+    """Wait, without the GIL, until a word in memory is at least its value. Return False after the timeout.
+
+    The pauses between two looks are a sixteenth of the time waited so far, within the limits. Nothing is checked.
+
+    Args:
+        words: uint64 [n, 2]: the address of a word, and its value.
+    """

@@ -7,7 +7,10 @@ already. So the time in Python does not depend on the number of layers, pages or
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import time
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -52,6 +55,9 @@ MIN_STREAMED_BYTES = 1 << 20
 
 # XXH3 has another algorithm for shorter inputs, which the compiled code does not have.
 _MIN_XXH3_BYTES = 241
+
+_LEAST_PAUSE_S: Final = 10e-6
+_MOST_PAUSE_S: Final = 150e-6
 
 _NO_DIGEST: Final = 0
 _ALGORITHMS: Final[Mapping[str, int]] = {DIGEST_XXH3: 1, DIGEST_WORDS: 2}
@@ -124,3 +130,22 @@ def _described(view: Tensor, buffer: WireBuffer) -> tuple[int, ...]:
     pieces = (1, 0, heads * head_bytes) if is_joined else (heads, head_stride, head_bytes)
     tokens = (buffer.tokens.begin, buffer.tokens.end)
     return (view.data_ptr(), buffer.offset_bytes, page_stride, token_stride, *pieces, *tokens)
+
+
+def wait_for_words(words: Sequence[tuple[int, int]], *, timeout_s: float) -> bool:
+    """Wait until the 64-bit word at one of the addresses is at least its value. Return False after the timeout.
+
+    Looks with pauses of a sixteenth of the time waited so far. The compiled code does not hold the GIL, and a thread that shares
+    it with an engine can wait for it for milliseconds.
+    """
+    if _host_copy is not None:
+        limits = (int(timeout_s * 1e9), int(_LEAST_PAUSE_S * 1e9), int(_MOST_PAUSE_S * 1e9))
+        found: bool = _host_copy.wait_for_words(array("Q", [number for word in words for number in word]), *limits)
+        return found
+    began_s = time.monotonic()
+    while not any(ctypes.c_uint64.from_address(address).value >= value for address, value in words):
+        waited_s = time.monotonic() - began_s
+        if waited_s >= timeout_s:
+            return False
+        time.sleep(min(max(waited_s / 16, _LEAST_PAUSE_S), _MOST_PAUSE_S))
+    return True

@@ -16,6 +16,7 @@ from torch import Tensor
 from transfer.copy.piece_copier import OnGathered, OnScattered, PieceCopy
 from transfer.engine_types import DeviceEvent
 from transfer.transport.base import DirectMemory
+from transfer.transport.signals import ArrivalSignal, GatherSignal
 
 
 class CopyQueue(Protocol):
@@ -30,6 +31,7 @@ class CopyQueue(Protocol):
         peer: int,
         after: DeviceEvent | None,
         on_done: OnGathered,
+        signal: GatherSignal | None = None,
     ) -> None:
         """Fill `out` with the piece's wire bytes, after `after` has fired.
 
@@ -37,6 +39,7 @@ class CopyQueue(Protocol):
             out: uint8 [bytes] of staging memory, or a peer's ring.
             algorithm: Digest algorithm.
             peer: Number of the session. Copies of one peer do not wait for another's.
+            signal: Reports the begin and the end to the target; only on a GPU.
         """
         ...
 
@@ -44,8 +47,21 @@ class CopyQueue(Protocol):
         """A copy of the piece will follow: prepare everything that it needs besides the wire's bytes."""
         ...
 
-    def scatter(self, piece: PieceCopy, source: Tensor, *, algorithm: str, digest: int, peer: int, on_done: OnScattered) -> None:
+    def scatter(
+        self,
+        piece: PieceCopy,
+        source: Tensor,
+        *,
+        algorithm: str,
+        digest: int,
+        peer: int,
+        on_done: OnScattered,
+        signal: ArrivalSignal | None = None,
+    ) -> None:
         """Copy wire bytes into the piece's pages.
+
+        With a signal, the copy waits for the end of the gather, and the digest is the signal's; only on a GPU. If the end does
+        not come within `SIGNAL_LIMIT_S`, the signal is given up. The signal is closed after its last use.
 
         Bytes without the announced digest may be copied too, but only into the pages of their own request, which does not
         continue until they have come again and agreed.

@@ -7,6 +7,9 @@ must not delay the others.
 
 The kernels of a copy add its digest to the stream's one sum, which is read before and after, so that nothing has to be cleared.
 
+With a signal, a gather's stream writes words at its begin and its end, and the scatter is queued behind the second word
+(`transfer.transport.signals`). No stream waits longer than `SIGNAL_LIMIT_S`: then the host writes the word.
+
 Kernels that were not compiled at attach are compiled on a separate thread: it can take seconds.
 """
 
@@ -22,11 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transfer.copy.compiled_copy import wait_for_words
 from transfer.copy.digest import DIGEST_WORDS
 from transfer.copy.piece_copier import OnGathered, OnScattered, PieceCopy
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
 from transfer.transport.base import DirectMemory
+from transfer.transport.signals import SIGNAL_LIMIT_S, ArrivalSignal, GatherSignal
 from transfer.worker_thread import WorkerThread
 
 _MASK = 2**64 - 1
@@ -87,9 +92,18 @@ class DeviceCopyQueue:
         peer: int,
         after: DeviceEvent | None,
         on_done: OnGathered,
+        signal: GatherSignal | None = None,
     ) -> None:
         def launch(peer_stream: _PeerStream) -> None:
-            self._queue(peer_stream, after, lambda total: piece.gather(out, digest=total), on_done)
+            def copy(total: Tensor) -> None:
+                stream = peer_stream.stream.cuda_stream
+                if signal is not None:
+                    signal.begin(stream, total.data_ptr())
+                piece.gather(out, digest=total)
+                if signal is not None:
+                    signal.end(stream, total.data_ptr())
+
+            self._queue(peer_stream, after, copy, on_done)
 
         self._when_ready(piece, out, algorithm, peer, launch, lambda: on_done(0, 0.0, 0.0), is_gather=True)
 
@@ -98,7 +112,21 @@ class DeviceCopyQueue:
         with torch.cuda.stream(peer_stream.stream):
             piece.upload()
 
-    def scatter(self, piece: PieceCopy, source: Tensor, *, algorithm: str, digest: int, peer: int, on_done: OnScattered) -> None:
+    def scatter(
+        self,
+        piece: PieceCopy,
+        source: Tensor,
+        *,
+        algorithm: str,
+        digest: int,
+        peer: int,
+        on_done: OnScattered,
+        signal: ArrivalSignal | None = None,
+    ) -> None:
+        if signal is not None:
+            self._scatter_behind(piece, source, algorithm, peer, on_done, signal)
+            return
+
         def compare(found: int, begun_s: float, ended_s: float) -> None:
             on_done(found == digest, ended_s - begun_s)
 
@@ -106,6 +134,36 @@ class DeviceCopyQueue:
             self._queue(peer_stream, None, lambda total: piece.scatter(source, digest=total), compare)
 
         self._when_ready(piece, source, algorithm, peer, launch, lambda: on_done(False, 0.0), is_gather=False)
+
+    def _scatter_behind(
+        self, piece: PieceCopy, source: Tensor, algorithm: str, peer: int, on_done: OnScattered, signal: ArrivalSignal
+    ) -> None:
+        """Queue a scatter behind the end of the gather that the signal reports."""
+        is_given_up = False
+
+        def wait() -> None:
+            nonlocal is_given_up
+            if not wait_for_words([signal.awaited_end], timeout_s=SIGNAL_LIMIT_S):
+                is_given_up = True
+                signal.give_up()
+
+        def compare(found: int, begun_s: float, ended_s: float) -> None:
+            is_intact = None if is_given_up else found == signal.digest
+            signal.close()
+            on_done(is_intact, ended_s - begun_s)
+
+        def launch(peer_stream: _PeerStream) -> None:
+            def copy(total: Tensor) -> None:
+                signal.wait_on(peer_stream.stream.cuda_stream)
+                piece.scatter(source, digest=total)
+
+            self._queue(peer_stream, None, copy, compare, wait)
+
+        def give_up() -> None:
+            signal.close()
+            on_done(None, 0.0)
+
+        self._when_ready(piece, source, algorithm, peer, launch, give_up, is_gather=False)
 
     def forget(self, peer: int) -> None:
         ended = self._peers.pop(peer, None)
@@ -149,7 +207,12 @@ class DeviceCopyQueue:
         self._compiler.submit(lambda: piece.compile(address, is_gather=is_gather), compiled)
 
     def _queue(
-        self, peer_stream: _PeerStream, after: DeviceEvent | None, copy: Callable[[Tensor], None], on_done: OnGathered
+        self,
+        peer_stream: _PeerStream,
+        after: DeviceEvent | None,
+        copy: Callable[[Tensor], None],
+        on_done: OnGathered,
+        wait: Callable[[], None] | None = None,
     ) -> None:
         outcome = peer_stream.free.popleft() if peer_stream.free else _new_outcome()
         try:
@@ -169,7 +232,9 @@ class DeviceCopyQueue:
         def work() -> tuple[int, float, float]:
             # The copy begins when the stream is free and the engine is done, which may take far longer than the copy. (Events
             # with timing would cost each copy two more calls.)
-            begun_s = max(queued_s, peer_stream.last_end_s)
+            if wait is not None:
+                wait()
+            begun_s = max(queued_s, peer_stream.last_end_s) if wait is None else time.monotonic()
             if after is not None and not outcome.begin.query():
                 outcome.begin.synchronize()
                 begun_s = time.monotonic()

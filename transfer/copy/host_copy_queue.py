@@ -13,6 +13,7 @@ from transfer.copy.piece_copier import OnGathered, OnScattered, PieceCopy
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
 from transfer.transport.base import DirectMemory
+from transfer.transport.signals import ArrivalSignal, GatherSignal
 from transfer.worker_thread import WorkerThread
 
 
@@ -31,6 +32,7 @@ class HostCopyQueue:
         peer: int,
         after: DeviceEvent | None,
         on_done: OnGathered,
+        signal: GatherSignal | None = None,
     ) -> None:
         if not isinstance(out, Tensor):
             raise LocalProtocolError("a gather from host memory into a peer's device memory; its session offers none")
@@ -48,7 +50,17 @@ class HostCopyQueue:
     def expect(self, piece: PieceCopy, *, peer: int) -> None:
         return
 
-    def scatter(self, piece: PieceCopy, source: Tensor, *, algorithm: str, digest: int, peer: int, on_done: OnScattered) -> None:
+    def scatter(
+        self,
+        piece: PieceCopy,
+        source: Tensor,
+        *,
+        algorithm: str,
+        digest: int,
+        peer: int,
+        on_done: OnScattered,
+        signal: ArrivalSignal | None = None,
+    ) -> None:
         def work() -> tuple[bool, float]:
             started = time.monotonic()
             found = HostDigest(algorithm)

@@ -42,8 +42,9 @@ OnGathered = Callable[[int, float, float], None]
 """Called with the digest of the wire bytes, and when the copy began and ended on the monotonic clock, in seconds. On a GPU,
 the copy begins when its stream is free. The callback can run some time after the end."""
 
-OnScattered = Callable[[bool, float], None]
-"""Called with whether the wire bytes had the announced digest, and the seconds of the copy."""
+OnScattered = Callable[[bool | None, float], None]
+"""Called with whether the wire bytes had the announced digest, and the seconds of the copy. None: the copy began with a signal,
+and the signal was given up, so the bytes may not have been there."""
 
 Scales = Mapping[tuple[int, bool], float]
 FrozenScales = frozenset[tuple[tuple[int, bool], float]]

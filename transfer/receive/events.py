@@ -107,11 +107,27 @@ class ReceiveFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatherSignalled:
+    """The writer's stream has begun to gather into the grant at `begin`, and will report the end by a signal.
+
+    Signals are only sent for the first attempt, and only on direct sessions.
+    """
+
+    session: int
+    begin: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScatterFinished:
-    """The scatter's device event fired. If `is_intact` is False, the digest differs and the request's pages are invalid."""
+    """The scatter's device event fired.
+
+    Args:
+        is_intact: False if the digest differs: the request's pages are invalid. None if the scatter waited for the end of the
+            gather, and this was given up: `ChunkReady` is still to come.
+    """
 
     grant: Grant
-    is_intact: bool
+    is_intact: bool | None
 
 
 Event = (
@@ -124,6 +140,7 @@ Event = (
     | MessageArrived
     | ReceiveSettled
     | ReceiveFailed
+    | GatherSignalled
     | ScatterFinished
     | Tick
 )
@@ -149,10 +166,14 @@ class PrepareScatter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartScatter:
-    """Check the digest of the piece's bytes and scatter them, and answer with `ScatterFinished`."""
+    """Check the digest of the piece's bytes and scatter them, and answer with `ScatterFinished`.
+
+    Args:
+        digest: None if the gather still runs: the scatter begins when its signal reports the end, with the digest.
+    """
 
     piece: ReceiverPiece
-    digest: int
+    digest: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,11 +27,13 @@ from transfer.rank_context import RankContext
 from transfer.receive import events as protocol
 from transfer.receive.events import ReceiverSettings
 from transfer.receive.receiver import Receiver
+from transfer.receive.signal_watch import SignalWatch
 from transfer.receive.state import ReceiverPiece
 from transfer.ring import StagingAllocator, Watermark
 from transfer.tracing import Span, record_piece
 from transfer.transport.base import ByteRange, Session
 from transfer.transport.driver import SessionDriver
+from transfer.transport.signals import SIGNAL_LIMIT_S, ArrivalSignal
 
 log = structlog.get_logger(__name__)
 
@@ -130,6 +132,9 @@ class ReceiverLoop:
         self._ending_timer: asyncio.TimerHandle | None = None
         self.copier = PieceCopier(pool, is_source=False, kernels=context.kernels)
         """Prepares the pieces; to be warmed up when a session is attached."""
+        self._watch = SignalWatch(loop, self._on_signal, context.on_crash)
+        self._awaited: dict[str, dict[int, int]] = {}  # by request: where a grant begins -> its session with signals
+        self._signals: dict[int, ArrivalSignal] = {}  # by where the grant begins: signals that are being handled
         self._requests: dict[str, RankRequest] = {}
         self._prepared: dict[str, dict[int, PieceCopy]] = {}  # by request and where the grant begins
         self._to_prepare: dict[int, ReceiverPiece] = {}  # by where the grant begins
@@ -291,6 +296,7 @@ class ReceiverLoop:
             self._ending_timer.cancel()
         self._pump.close()
         self._control.close()
+        self._watch.close()
         self._queue.close(timeout_s=5.0)
         self._transport.close()
 
@@ -356,6 +362,8 @@ class ReceiverLoop:
             span.end()  # no-op if the failure has ended it
         del self._requests[request_id]
         self._prepared.pop(request_id, None)
+        for session in self._awaited.pop(request_id, {}).values():
+            self._watch.end(session)
         self.copier.forget(request_id)
         if self._host_arrivals is not None:
             self._host_arrivals.copier.forget(request_id)
@@ -364,7 +372,12 @@ class ReceiverLoop:
         """Prepare after the grant's message is sent, one piece in a turn of the loop: a message can ask for a thousand grants."""
         if not self._to_prepare:
             self._loop.call_soon(self._prepare_next)
-        self._to_prepare[action.piece.grant.begin] = action.piece
+        piece = action.piece
+        self._to_prepare[piece.grant.begin] = piece
+        session = self._sessions.get(piece.session)
+        if session is not None and session.signal_reader is not None:
+            self._awaited.setdefault(piece.request_id, {})[piece.grant.begin] = piece.session
+            self._watch.begin(piece.session, session.signal_reader)
 
     def _prepare_next(self) -> None:
         """Bind pages and check tables before the bytes arrive. For the first piece of a lone request that took 0.25 ms of its
@@ -393,11 +406,13 @@ class ReceiverLoop:
     def _scatter(self, action: protocol.StartScatter) -> None:
         piece, grant, request_id = action.piece, action.piece.grant, action.piece.request_id
         self._to_prepare.pop(grant.begin, None)
+        if self._awaited and self._awaited.get(request_id, {}).pop(grant.begin, None) is not None:
+            self._watch.end(piece.session)
         copy = self._prepared.get(request_id, {}).pop(grant.begin, None) or self._copy_of(piece)
         offset = grant.begin % self.ring.capacity_bytes
         source = self._ring_memory.tensor[offset : offset + piece.num_bytes]
 
-        def done(is_intact: bool, seconds: float) -> None:
+        def done(is_intact: bool | None, seconds: float) -> None:
             if self._spans and (span := self._spans.get(request_id)) is not None:
                 record_piece(span, piece, "kvferry.scatter", seconds, bytes=piece.num_bytes)
             if is_intact:
@@ -411,7 +426,25 @@ class ReceiverLoop:
                         bytes=piece.num_bytes,
                         seconds=seconds,
                     )
+            elif is_intact is None:
+                if (session := self._sessions.get(piece.session)) is not None and session.signal_reader is not None:
+                    session.signal_reader.stop()  # no stream waits for messages
+                log.warning("signal_given_up", request_id=request_id, session=piece.session, limit_s=SIGNAL_LIMIT_S)
             self._pump.feed(protocol.ScatterFinished(grant=grant, is_intact=is_intact))
 
-        algorithm = piece.request.digest
-        self._queue.scatter(copy, source, algorithm=algorithm, digest=action.digest, peer=piece.session, on_done=done)
+        self._queue.scatter(
+            copy,
+            source,
+            algorithm=piece.request.digest,
+            digest=action.digest or 0,
+            peer=piece.session,
+            on_done=done,
+            signal=None if action.digest is not None else self._signals.pop(grant.begin),
+        )
+
+    def _on_signal(self, number: int, signal: ArrivalSignal) -> None:
+        """Take in that a gather into this rank's ring has begun."""
+        self._signals[signal.grant] = signal
+        self._pump.feed(protocol.GatherSignalled(session=number, begin=signal.grant))
+        if self._signals.pop(signal.grant, None) is not None:
+            signal.close()  # nobody waits for it

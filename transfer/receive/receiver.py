@@ -21,7 +21,7 @@ The way of a piece::
 - The bytes are free when no older grant on them is unreleased. The sender checks that in its `RingView` before it
   gathers (rule 2). On a two-sided transport the receive is posted only then, too, so no byte can land early.
 - SCATTERING begins after `ChunkReady`, and on a two-sided transport after the receive has settled. The digest is computed by the
-  copy itself.
+  copy itself. On a direct session with signals, it begins with `GatherSignalled`: the scatter is queued behind the gather.
 - Released. The bytes return to the ring after the scatter has finished (rule 5), and the next watermark shows it. If size or
   digest is wrong, `ChunkRejected` asks for the piece once more. A second failure fails the request as data loss.
 
@@ -72,6 +72,7 @@ from transfer.receive.events import (
     ChunkBroken,
     CloseSession,
     Event,
+    GatherSignalled,
     IncomingArrived,
     IncomingCancelled,
     IncomingComplete,
@@ -193,6 +194,8 @@ class Receiver:
                 self._on_receive_settled(event)
             case ReceiveFailed():
                 self._on_receive_failed(event)
+            case GatherSignalled():
+                self._on_gather_signalled(event)
             case ScatterFinished():
                 self._on_scatter_finished(event)
             case Tick():
@@ -504,9 +507,20 @@ class Receiver:
         if not piece.is_one_sided and piece.received_bytes != piece.num_bytes:
             self._on_broken(piece, f"received {piece.received_bytes} bytes of {piece.num_bytes}")
             return
+        self._start_scatter(piece, piece.ready.digest)
+
+    def _start_scatter(self, piece: ReceiverPiece, digest: int | None) -> None:
         piece.stage = ReceiverStage.SCATTERING
         piece.receiving.num_scattering += 1
-        self._actions.append(StartScatter(piece=piece, digest=piece.ready.digest))
+        self._actions.append(StartScatter(piece=piece, digest=digest))
+
+    def _on_gather_signalled(self, event: GatherSignalled) -> None:
+        """Queue the scatter while the gather runs. In every other state, the signal is ignored: `ChunkReady` says the same."""
+        piece = self._live.get(event.begin)
+        if piece is None or piece.session != event.session or not piece.is_one_sided or piece.receiving.failure is not None:
+            return
+        if piece.stage is ReceiverStage.GRANTED and piece.ready is None and piece.attempt == 0:
+            self._start_scatter(piece, None)
 
     def _on_writer_drained(self, session: int, message: WriterDrained) -> None:
         found = self._route_of(session, message.request_id, message.route)
@@ -554,6 +568,12 @@ class Receiver:
             )
         request = piece.receiving
         request.num_scattering -= 1
+        if event.is_intact is None:
+            piece.stage = ReceiverStage.GRANTED
+            if request.failure is not None:
+                self.ring.quarantine(piece.grant)
+                self._settle(request, [piece])
+            return
         if not event.is_intact:
             piece.stage = ReceiverStage.GRANTED
             self._on_broken(piece, "digest mismatch")

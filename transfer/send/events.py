@@ -104,8 +104,15 @@ class ChunkComputed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherFinished:
+    """A gather has ended.
+
+    Args:
+        is_signalled: The gather's stream has told the peer, so it needs no message.
+    """
+
     place: int
     digest: int
+    is_signalled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -312,6 +312,8 @@ class SenderLoop:
         if self._spans:
             self._record(piece, "kvferry.grant_wait", action.credit_wait_s)
         is_direct = self._peers[session].is_direct
+        writer = self._peers[session].session.signal_writer if is_direct and piece.attempt == 0 else None
+        signal = None if writer is None else writer.of(piece.granted.begin)
 
         def done(digest: int, begun_s: float, ended_s: float) -> None:
             seconds = ended_s - begun_s
@@ -321,9 +323,12 @@ class SenderLoop:
                 self._metrics.link_written(session, begun_s, ended_s, piece.num_bytes)
             if self._spans:
                 self._record(piece, "kvferry.gather", seconds, bytes=piece.num_bytes)
-            self._pump.feed(protocol.GatherFinished(place=action.place, digest=digest))
+            is_signalled = signal is not None and signal.is_sent
+            self._pump.feed(protocol.GatherFinished(place=action.place, digest=digest, is_signalled=is_signalled))
 
-        self._queue.gather(copy, out, algorithm=piece.request.digest, peer=session, after=action.event, on_done=done)
+        self._queue.gather(
+            copy, out, algorithm=piece.request.digest, peer=session, after=action.event, on_done=done, signal=signal
+        )
 
     def _gather_target(self, action: protocol.StartGather) -> Tensor | DirectMemory | None:
         """Return the place, or the granted bytes of a direct session's ring; None if the session is closed."""

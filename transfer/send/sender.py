@@ -26,7 +26,7 @@ The stages of a piece::
   an older piece needs. The ring may wait for that older piece (docs/adr/0010). A direct session needs no place: its gathers store
   into the ring.
 - WRITING, WRITTEN. One write carries the place. Then `ChunkReady` is sent. On a direct session the gather is the write, and at
-  most `MAX_DIRECT_GATHERS` are under way.
+  most `MAX_DIRECT_GATHERS` are under way. If its stream sends a signal, `ChunkReady` follows only when no release comes.
 - RELEASED. A watermark shows that the decode rank has copied the bytes into its pool. The place is kept until then, because a
   rejected piece is written again from it, with the next attempt number. A direct session gathers it again.
 
@@ -442,7 +442,8 @@ class Sender:
         if session is not None:
             session.num_gathering -= 1
         if session is not None and session.is_direct:
-            self._on_written(piece)  # for a failed request too: the key is spent, and must not be declined as well
+            # For a failed request too: the key is spent, and must not be declined as well.
+            self._on_written(piece, is_signalled=event.is_signalled)
         elif session is None or request.failure is not None:
             self._pieces.free(piece)
             self._give_up(piece)
@@ -457,8 +458,11 @@ class Sender:
         assert piece.place is not None
         self._actions.append(StartWrite(piece=piece, place=piece.place, key=grant_key(piece.granted.begin, piece.attempt)))
 
-    def _on_written(self, piece: SenderPiece) -> None:
-        """Record that the piece's bytes lie in its grant: `WriteFinished`, or on a direct session `GatherFinished`."""
+    def _on_written(self, piece: SenderPiece, *, is_signalled: bool = False) -> None:
+        """Record that the piece's bytes lie in its grant: `WriteFinished`, or on a direct session `GatherFinished`.
+
+        A signalled piece may be released already. Otherwise `ChunkReady` is sent at a tick, in case the signal was missed.
+        """
         request, grant = piece.sending, piece.granted
         request.writes += 1
         request.num_bytes += piece.num_bytes
@@ -470,7 +474,8 @@ class Sender:
             self._finish_failed(request)
             return
         session = self._sessions[piece.session]
-        self._send_ready(piece)
+        if not is_signalled:
+            self._send_ready(piece)
         if session.view.is_released(grant):
             self._release(piece)
         else:

@@ -1,0 +1,76 @@
+"""The thread that watches signals: it reports gathers of the watched sessions alone, on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from typing import Any
+
+import pytest
+
+from tests.transport.host_cuda import HostWords
+from transfer.copy import compiled_copy
+from transfer.receive.signal_watch import SignalWatch
+from transfer.transport.shared_memory import shared_memory
+from transfer.transport.signals import NUM_BYTES, NUM_ENTRIES, ArrivalSignal, SignalReader, SignalWriter
+
+
+class Sessions:
+    def __init__(self, count: int) -> None:
+        memories = [shared_memory(NUM_BYTES) for _ in range(count)]
+        self.writers = [SignalWriter(HostWords(memory)) for memory in memories]
+        self.readers = [SignalReader(HostWords(memory)) for memory in memories]
+        self.seen: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+        self.watch = SignalWatch(asyncio.get_running_loop(), self._on_signal, self._on_crash)
+
+    def gather(self, session: int, grant: int) -> bool:
+        signal = self.writers[session].of(grant)
+        signal.begin(0, ctypes.addressof(ctypes.c_uint64()))
+        return signal.is_sent
+
+    async def next(self) -> tuple[int, int]:
+        return await asyncio.wait_for(self.seen.get(), 20)
+
+    def _on_signal(self, session: int, signal: ArrivalSignal) -> None:
+        self.seen.put_nowait((session, signal.grant))
+        signal.close()
+
+    def _on_crash(self, error: BaseException) -> None:
+        raise AssertionError(f"the watch crashed: {error!r}")
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+async def test_gathers_of_watched_sessions_are_reported(is_compiled: bool, monkeypatch: Any) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(compiled_copy, "_host_copy", None)
+    elif not compiled_copy.IS_BUILT:
+        pytest.skip("transfer.copy._host_copy is not built: make setup builds it")
+    sessions = Sessions(2)
+    watch, readers = sessions.watch, sessions.readers
+    watch.begin(0, readers[0])
+    watch.begin(0, readers[0])
+    sessions.gather(0, 10)
+    assert await sessions.next() == (0, 10)
+    watch.end(0)  # one of two
+    sessions.gather(1, 20)  # not watched yet
+    sessions.gather(0, 11)
+    assert await sessions.next() == (0, 11)
+    watch.begin(1, readers[1])  # while the thread waits for the other
+    assert await sessions.next() == (1, 20)
+    watch.end(0)
+    sessions.gather(1, 21)
+    assert await sessions.next() == (1, 21)
+    watch.begin(0, readers[0])
+    sessions.gather(0, 12)
+    assert await sessions.next() == (0, 12)
+    watch.close()
+
+
+async def test_more_gathers_than_entries_all_come() -> None:
+    sessions = Sessions(1)
+    sessions.watch.begin(0, sessions.readers[0])
+    for begin in range(0, 5 * NUM_ENTRIES, NUM_ENTRIES):
+        grants = range(begin, begin + NUM_ENTRIES)
+        assert all(sessions.gather(0, grant) for grant in grants)
+        assert [await sessions.next() for _ in grants] == [(0, grant) for grant in grants]
+    sessions.watch.close()
