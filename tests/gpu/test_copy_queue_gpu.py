@@ -133,8 +133,9 @@ async def test_a_scatter_is_queued_while_its_gather_waits_for_the_engine() -> No
             on_done=lambda found, *_, done=gather_done: done.set_result(found),  # type: ignore[misc]
             signal=signal,
         )
-        assert signal.is_sent and not reader.take() and reader.awaited is not None  # the engine is not done
-        assert await asyncio.to_thread(wait_for_words, [reader.awaited], timeout_s=5.0)
+        assert signal.is_sent and not reader.take()  # the engine is not done
+        assert reader.is_near and reader.awaited is not None
+        assert await asyncio.to_thread(wait_for_words, [reader.awaited], timeout_s=5.0, most_pause_s=0.001)
         (arrival,) = reader.take()
         assert arrival.grant == grant
         is_intact, seconds = await scattered_behind(target, wire, arrival)

@@ -38,13 +38,15 @@ def test_gathers_are_reported_in_order_each_with_its_own_digest() -> None:
 def test_the_words_that_are_waited_for_have_their_values_then() -> None:
     ends = Ends()
     for number in range(1, 2 * NUM_ENTRIES):
-        assert ends.reader.awaited is not None
+        assert ends.reader.awaited is not None and not ends.reader.is_near
         address, value = ends.reader.awaited
         word = ctypes.c_uint64.from_address(address)
         assert word.value < value == number
         signal = ends.writer.of(number)
         signal.begin(0, ctypes.addressof(word))
-        assert word.value == value
+        assert word.value == value and ends.reader.is_near
+        begun, begun_value = ends.reader.awaited
+        assert begun != address and ctypes.c_uint64.from_address(begun).value == begun_value
         (arrival,) = ends.reader.take()
         end, end_value = arrival.awaited_end
         assert ctypes.c_uint64.from_address(end).value < end_value
@@ -95,8 +97,8 @@ def test_a_writer_that_ignores_the_limit_is_not_followed_beyond_it() -> None:
         words.words[word] = 2**64 - 1
     assert reader.take() == []  # numbers that are not the next one
     for number in range(1, NUM_ENTRIES + 1):
-        words.words[8 * number] = number
+        words.words[8 * number + 2] = number
     assert len(reader.take()) == NUM_ENTRIES
     for number in range(1, NUM_ENTRIES + 1):
-        words.words[8 * number] = NUM_ENTRIES + number
+        words.words[8 * number + 2] = NUM_ENTRIES + number
     assert reader.take() == [] and reader.awaited is None

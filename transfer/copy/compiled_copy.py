@@ -57,7 +57,6 @@ MIN_STREAMED_BYTES = 1 << 20
 _MIN_XXH3_BYTES = 241
 
 _LEAST_PAUSE_S: Final = 10e-6
-_MOST_PAUSE_S: Final = 150e-6
 
 _NO_DIGEST: Final = 0
 _ALGORITHMS: Final[Mapping[str, int]] = {DIGEST_XXH3: 1, DIGEST_WORDS: 2}
@@ -132,14 +131,14 @@ def _described(view: Tensor, buffer: WireBuffer) -> tuple[int, ...]:
     return (view.data_ptr(), buffer.offset_bytes, page_stride, token_stride, *pieces, *tokens)
 
 
-def wait_for_words(words: Sequence[tuple[int, int]], *, timeout_s: float) -> bool:
+def wait_for_words(words: Sequence[tuple[int, int]], *, timeout_s: float, most_pause_s: float) -> bool:
     """Wait until the 64-bit word at one of the addresses is at least its value. Return False after the timeout.
 
-    Looks with pauses of a sixteenth of the time waited so far. The compiled code does not hold the GIL, and a thread that shares
-    it with an engine can wait for it for milliseconds.
+    Looks with pauses of a sixteenth of the time waited so far, and of at most `most_pause_s`. The compiled code does not hold the
+    GIL: a thread that shares it with an engine can wait for it for milliseconds.
     """
     if _host_copy is not None:
-        limits = (int(timeout_s * 1e9), int(_LEAST_PAUSE_S * 1e9), int(_MOST_PAUSE_S * 1e9))
+        limits = (int(timeout_s * 1e9), int(_LEAST_PAUSE_S * 1e9), int(most_pause_s * 1e9))
         found: bool = _host_copy.wait_for_words(array("Q", [number for word in words for number in word]), *limits)
         return found
     began_s = time.monotonic()
@@ -147,5 +146,5 @@ def wait_for_words(words: Sequence[tuple[int, int]], *, timeout_s: float) -> boo
         waited_s = time.monotonic() - began_s
         if waited_s >= timeout_s:
             return False
-        time.sleep(min(max(waited_s / 16, _LEAST_PAUSE_S), _MOST_PAUSE_S))
+        time.sleep(min(max(waited_s / 16, _LEAST_PAUSE_S), most_pause_s))
     return True

@@ -143,7 +143,7 @@ class DeviceCopyQueue:
 
         def wait() -> None:
             nonlocal is_given_up
-            if not wait_for_words([signal.awaited_end], timeout_s=SIGNAL_LIMIT_S):
+            if not wait_for_words([signal.awaited_end], timeout_s=SIGNAL_LIMIT_S, most_pause_s=_MAX_PAUSE_S):
                 is_given_up = True
                 signal.give_up()
 

@@ -10,11 +10,12 @@ writer's stream:
 ====  =============  ==============================================================================================
 word  written by     contains
 ====  =============  ==============================================================================================
-0     stream         number of the entry, once the stream has reached the gather: entries are numbered from 1
+0     writer's host  number of the entry, once its gather is queued: entries are numbered from 1
 1     writer's host  position at which the gather's grant begins; names the grant
-2     stream         sum of the stream's digests before the gather
-3     stream         the same after the gather: the difference is the digest
-4     stream         number of the entry, once the gather has ended; the target writes it to give a signal up
+2     stream         the number, once the stream has reached the gather
+3     stream         sum of the stream's digests before the gather
+4     stream         the same after the gather: the difference is the digest
+5     stream         the number, once the gather has ended; the target writes it to give a signal up
 ====  =============  ==============================================================================================
 
 Entry 0 is not used for gathers. The target writes its words. Word 0 is the number of entries that it has closed. A writer uses an
@@ -34,7 +35,7 @@ _WORD_BYTES: Final = 8
 _ENTRY_WORDS: Final = 8  # a cache line
 NUM_ENTRIES: Final = NUM_BYTES // (_WORD_BYTES * _ENTRY_WORDS) - 1
 _NUM_CLOSED, _IS_STOPPED = range(2)
-_BEGUN, _GRANT, _BASE, _TOTAL, _ENDED = range(5)
+_QUEUED, _GRANT, _BEGUN, _BASE, _TOTAL, _ENDED = range(6)
 _MASK: Final = 2**64 - 1
 
 
@@ -85,6 +86,7 @@ class SignalWriter:
         self._num_used += 1
         number = self._num_used
         words[_word(number, _GRANT)] = grant
+        words[_word(number, _QUEUED)] = number
         self._words.copy(stream, _word(number, _BASE), total)
         self._words.write(stream, _word(number, _BEGUN), number)
         return number
@@ -134,10 +136,17 @@ class SignalReader:
         self._num_closed = 0
 
     @property
-    def awaited(self) -> tuple[int, int] | None:
-        """The address of the word that announces the next gather, and its value then. None while all entries are in use."""
+    def is_near(self) -> bool:
+        """Whether the next gather is queued, behind a step of the engine at most. A grant can wait for far longer."""
         number = self._num_taken + 1
-        return None if self._is_full else (self.words.address + _word(number, _BEGUN) * _WORD_BYTES, number)
+        return self.words.words[_word(number, _QUEUED)] == number
+
+    @property
+    def awaited(self) -> tuple[int, int] | None:
+        """The address of the word that changes next, and its value then. None while all entries are in use."""
+        number = self._num_taken + 1
+        field = _BEGUN if self.is_near else _QUEUED
+        return None if self._is_full else (self.words.address + _word(number, field) * _WORD_BYTES, number)
 
     @property
     def _is_full(self) -> bool:
