@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -75,9 +75,6 @@ async def send_load(
             prompt, twice behind a router.
         patience_s: Seconds after which a client closes its connection, by index of the prompt. Other clients wait for the end.
     """
-    answers = [Answer(prompt_tokens=len(prompt)) for prompt in prompts]
-    waiting = iter(range(len(prompts)))
-    timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
     common: dict[str, Any] = {
         "model": "model",
         "max_tokens": output_tokens,
@@ -89,15 +86,31 @@ async def send_load(
     }
     if has_token_ids:
         common["return_token_ids"] = True
+
+    async def ask(session: aiohttp.ClientSession, index: int, answer: Answer) -> None:
+        await _ask(session, urls[index % len(urls)], {"prompt": list(prompts[index]), **common}, answer)
+
+    return await run_clients(prompts, ask, in_flight=in_flight, patience_s=patience_s)
+
+
+async def run_clients(
+    prompts: Sequence[Sequence[int]],
+    ask: Callable[[aiohttp.ClientSession, int, Answer], Awaitable[None]],
+    *,
+    in_flight: int,
+    patience_s: Mapping[int, float],
+) -> Load:
+    """Let `in_flight` clients ask for the prompts, one after the other. `ask` fills in the answer of a prompt, by its index."""
+    answers = [Answer(prompt_tokens=len(prompt)) for prompt in prompts]
+    waiting = iter(range(len(prompts)))
+    timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def run_client() -> None:
             for index in waiting:
-                body = {"prompt": list(prompts[index]), **common}
-                asking = _ask(session, urls[index % len(urls)], body, answers[index])
                 try:
                     async with asyncio.timeout(patience_s.get(index)):
-                        await asking
+                        await ask(session, index, answers[index])
                 except TimeoutError:
                     answers[index].error, answers[index].is_given_up = "", True
 

@@ -21,6 +21,8 @@ from typing import Any, Final, Self
 
 import yaml
 
+from bench.engine_load import Load, send_load
+
 HOST: Final = "127.0.0.1"
 STOP_S: Final = 10.0
 READY_POLL_S: Final = 0.2
@@ -186,6 +188,10 @@ class Setup:
             self.__exit__()
             raise
         self.started_s = time.monotonic() - self._begin_s
+
+    async def send(self, prompts: Sequence[Sequence[int]], **options: Any) -> Load:
+        """Send prompts to the setup; see `bench.engine_load.send_load`."""
+        return await send_load(self.urls, prompts, **options)
 
     def num_preemptions(self) -> int:
         """Return how often the vLLM servers have preempted a request."""

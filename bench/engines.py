@@ -1,8 +1,9 @@
-"""Compare prefill and decode vLLM servers joined by kvferry with those joined by NixlConnector, and with plain vLLM servers.
+"""Compare prefill and decode servers joined by kvferry with those joined by NIXL, and with plain servers, of vLLM or SGLang.
 
     python -m bench.engines --setups one nixl kvferry --json FILE [--lengths 512 2000 8000] [--in-flight 1 8 32]
 
-Needs vLLM in this environment, and NIXL for `nixl`. `bench.engine_servers.SETUPS` describes the setups. All servers start at
+Needs vLLM, or SGLang with `--engine sglang`, in this environment, and NIXL for `nixl`. `bench.engine_servers.SETUPS` and
+`bench.sglang_servers` describe the setups. All servers start at
 the beginning and share the first GPU, so their caches must fit side by side (`-- --kv-cache-memory-bytes N`). `--gpus 0 1` puts
 prefill and decode servers on two GPUs. The setups get the same prompts in turns, every second time in the opposite order, so
 that drift of the machine affects all of them. While one setup is measured, the servers of the others are idle. All requests to
@@ -29,8 +30,9 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from bench.engine_load import Load, send_load
+from bench.engine_load import Load
 from bench.engine_servers import ServerFailed, Serving, Setup, checked_setup
+from bench.sglang_servers import SglangSetup
 from bench.timing import Environment
 from kvferry.bench_serve.summary import Spread
 from kvferry.demo.kinds import KINDS, VOCAB_SIZE, DemoKind, ModelKind
@@ -168,7 +170,8 @@ class Comparison:
     def run(self, console: Console) -> None:
         """Start all setups, measure those that are ready, and stop them."""
         with contextlib.ExitStack() as stack:
-            setups = [stack.enter_context(Setup(name=name, serving=self._serving)) for name in self._arguments.setups]
+            kind = SglangSetup if self._arguments.engine == "sglang" else Setup
+            setups = [stack.enter_context(kind(name=name, serving=self._serving)) for name in self._arguments.setups]
             for setup in setups:
                 setup.start()
             for setup in setups:
@@ -190,7 +193,7 @@ class Comparison:
         for setup in self._setups:  # to compile kernels and open sessions
             for prompt_tokens in arguments.lengths:
                 warm_up = prompts_of(prompt_tokens, 0, number=4, seed=arguments.seed)
-                await send_load(setup.urls, warm_up, in_flight=2, output_tokens=8, salt="warm-up")
+                await setup.send(warm_up, in_flight=2, output_tokens=8, salt="warm-up")
         for in_flight in arguments.in_flight:
             for prompt_tokens in arguments.lengths:
                 await self._measure_cells(prompt_tokens, in_flight)
@@ -207,8 +210,7 @@ class Comparison:
             hasty = {index for index in range(number) if chance.random() < arguments.give_up}
             patience_s = {index: chance.uniform(0, arguments.patience) for index in sorted(hasty)}
             for setup in reversed(self._setups) if turn % 2 else self._setups:
-                load = await send_load(
-                    setup.urls,
+                load = await setup.send(
                     prompts[turn * number : (turn + 1) * number],
                     in_flight=in_flight,
                     output_tokens=arguments.output_tokens,
@@ -237,6 +239,7 @@ class Comparison:
             return
         content: dict[str, Any] = {
             "environment": Environment.here().to_json(),
+            "engine": self._arguments.engine,
             "server_arguments": self._serving.arguments,
             "tp": [self._serving.prefill_tp, self._serving.decode_tp],
             "gpus": [self._serving.prefill_gpus, self._serving.decode_gpus],
@@ -286,6 +289,7 @@ def print_table(cells: Sequence[Cell], console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare KV connectors in vLLM servers")
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--setups", nargs="+", type=checked_setup, default=["one", "nixl", "kvferry"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2000, 8000], help="prompt lengths in tokens")
     parser.add_argument("--in-flight", nargs="+", type=int, default=[1, 8, 32], help="clients that send at the same time")

@@ -6,12 +6,16 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 
 from bench.engine_load import Load, send_load
+from bench.engine_servers import Serving
 from bench.engines import cell_of, prompts_of
+from bench.sglang_servers import SglangSetup
 
 REFUSED, CUT_OFF, BROKEN = 9, 8, 7
 """Prompts with such a first token get a refusal, too few tokens, or an error in the stream."""
@@ -101,3 +105,61 @@ def test_setups_get_the_same_prompts_and_cells_different_ones() -> None:
     assert prompts == prompts_of(100, 8, number=3, seed=1)
     others = [*prompts_of(100, 1, number=3, seed=1), *prompts_of(100, 8, number=3, seed=2)]
     assert len({tuple(prompt[:16]) for prompt in [*prompts, *others]}) == 9
+
+
+class SglangServer:
+    """Answers `/generate` as SGLang does, and keeps the requests."""
+
+    def __init__(self, *, is_cumulative: bool = True, num_tokens: int = 3) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self._is_cumulative = is_cumulative
+        self._num_tokens = num_tokens
+
+    @asynccontextmanager
+    async def url(self) -> AsyncIterator[str]:
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(body := await request.json())
+        response = web.StreamResponse()
+        await response.prepare(request)
+        tokens = [body["input_ids"][0] + index for index in range(self._num_tokens)]
+        for count in range(1, len(tokens) + 1):
+            await asyncio.sleep(PAUSE_S)
+            found = tokens[:count] if self._is_cumulative else tokens[count - 1 : count]
+            content = {"text": "", "output_ids": found, "meta_info": {"completion_tokens": count}}
+            await response.write(f"data: {json.dumps(content)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+@pytest.mark.parametrize("is_cumulative", [True, False])
+async def test_both_sglang_engines_get_a_request_and_the_decode_side_answers(is_cumulative: bool) -> None:
+    setup = SglangSetup(name="kvferry", serving=Serving(model=Path(), logs=Path()))
+    prefill, decode = SglangServer(num_tokens=1), SglangServer(is_cumulative=is_cumulative)
+    async with prefill.url() as first, decode.url() as second:
+        setup.urls = [first, second]
+        load = await setup.send([[1, 1], [5, 5]], in_flight=2, output_tokens=3, salt="a")
+    assert [answer.token_ids for answer in load.answers] == [[1, 2, 3], [5, 6, 7]]
+    for answer in load.answers:
+        assert answer.ttft_s >= PAUSE_S and len(answer.intervals_s) == 2 and not answer.error
+    rooms = [body["bootstrap_room"] for body in prefill.bodies]
+    assert len(set(rooms)) == 2 and sorted(rooms) == sorted(body["bootstrap_room"] for body in decode.bodies)
+
+
+async def test_an_sglang_answer_that_is_too_short_is_a_failure() -> None:
+    setup = SglangSetup(name="one", serving=Serving(model=Path(), logs=Path()))
+    server = SglangServer(num_tokens=2)
+    async with server.url() as url:
+        setup.urls = [url]
+        load = await setup.send([[1]], in_flight=1, output_tokens=3, salt="a")
+    assert load.answers[0].error == "the answer has 2 tokens instead of 3"
+    assert "bootstrap_room" not in server.bodies[0]

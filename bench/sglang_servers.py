@@ -1,0 +1,131 @@
+"""SGLang servers, alone or in pairs that are joined by a disaggregation backend, for `bench.engines`.
+
+Setups: `one` is one SGLang with the decode side's degree. `nixl` and `kvferry` are a prefill and a decode SGLang, joined by
+SGLang's NIXL backend or by kvferry with its defaults. The client sends each request to both engines, as SGLang's router does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+import aiohttp
+
+from bench.engine_load import Answer, Load, run_clients
+from bench.engine_servers import HOST, Setup, free_port
+
+_FIRST_ROOM: Final = 1 << 40
+_BACKENDS: Final = ("nixl", "kvferry")
+
+
+@dataclass(slots=True, kw_only=True)
+class SglangSetup(Setup):
+    """As `Setup`, with SGLang."""
+
+    _bootstrap_port: int = 0
+    _rooms: itertools.count[int] = field(default_factory=lambda: itertools.count(_FIRST_ROOM))
+
+    def start(self) -> None:
+        """Start all servers without waiting for them.
+
+        Raises:
+            ValueError: SGLang has no such setup.
+        """
+        self._begin_s = time.monotonic()
+        serving = self.serving
+        if self.name == "one":
+            self._start_sglang("0", serving.decode_tp)
+            return
+        if self.name not in _BACKENDS:
+            raise ValueError(f"setup {self.name!r} of SGLang is unknown; use one, {' or '.join(_BACKENDS)}")
+        self._bootstrap_port = free_port()
+        for role, tp_size in (("prefill", serving.prefill_tp), ("decode", serving.decode_tp)):
+            arguments = ["--disaggregation-mode", role, "--disaggregation-transfer-backend", self.name]
+            self._start_sglang(role, tp_size, [*arguments, "--disaggregation-bootstrap-port", str(self._bootstrap_port)])
+
+    def num_preemptions(self) -> int:
+        """Return 0: SGLang's metrics are off."""
+        return 0
+
+    async def send(self, prompts: Sequence[Sequence[int]], **options: Any) -> Load:
+        """Send prompts to the setup; see `send_load`."""
+        return await send_load(self, prompts, **options)
+
+    def body(self, prompt: Sequence[int], output_tokens: int) -> dict[str, Any]:
+        """Return a request, for all engines of the setup."""
+        sampling = {"temperature": 0, "max_new_tokens": output_tokens, "ignore_eos": True}
+        body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
+        if self.name == "one":
+            return body
+        return body | {"bootstrap_host": HOST, "bootstrap_port": self._bootstrap_port, "bootstrap_room": next(self._rooms)}
+
+    def _start_sglang(self, role: str, tp_size: int, arguments: Sequence[str] = ()) -> None:
+        url = f"http://{HOST}:{(port := free_port())}"
+        self.urls.append(url)
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.serving.model), "--host", HOST]
+        command += ["--port", str(port), "--tp-size", str(tp_size), "--dist-init-addr", f"{HOST}:{free_port()}"]
+        command += ["--nccl-port", str(free_port()), "--skip-server-warmup", *arguments, *self.serving.arguments]
+        environment = {"KVFERRY_TLS__INSECURE": "1"} if self.name == "kvferry" else {}
+        self._start(role, command, ready_url=f"{url}/model_info", environment=environment)
+
+
+async def send_load(
+    setup: SglangSetup,
+    prompts: Sequence[Sequence[int]],
+    *,
+    in_flight: int,
+    output_tokens: int,
+    salt: str,
+    has_token_ids: bool = False,
+    patience_s: Mapping[int, float] = MappingProxyType({}),
+) -> Load:
+    """As `bench.engine_load.send_load`, to one SGLang or to both of a pair. Answers always have token ids, and no text."""
+
+    async def ask(session: aiohttp.ClientSession, index: int, answer: Answer) -> None:
+        body = setup.body(prompts[index], output_tokens)
+        # The last engine is the one that decodes.
+        others = [Answer(prompt_tokens=answer.prompt_tokens) for _ in setup.urls[1:]]
+        asked = zip(setup.urls, [*others, answer], strict=True)
+        await asyncio.gather(*(_ask(session, url, body, each) for url, each in asked))
+
+    return await run_clients(prompts, ask, in_flight=in_flight, patience_s=patience_s)
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any], answer: Answer) -> None:
+    begin_s = last_s = time.perf_counter()
+    try:
+        async with session.post(f"{url}/generate", json=body) as response:
+            if response.status != 200:
+                answer.error = f"{response.status}: {(await response.text())[:300]}"
+                return
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                content = json.loads(line[6:])
+                if "error" in content:
+                    answer.error = str(content["error"])[:300]
+                if not (found := content.get("output_ids")):
+                    continue
+                now_s = time.perf_counter()
+                if answer.ttft_s:
+                    answer.intervals_s.append(now_s - last_s)
+                else:
+                    answer.ttft_s = now_s - begin_s
+                last_s = now_s
+                answer.num_tokens = content["meta_info"]["completion_tokens"]
+                is_whole = len(found) == answer.num_tokens  # otherwise only those since the last chunk
+                answer.token_ids = found if is_whole else answer.token_ids + found
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    finally:
+        answer.end_to_end_s = time.perf_counter() - begin_s
+        wanted = body["sampling_params"]["max_new_tokens"]
+        if not answer.error and answer.num_tokens != wanted:
+            answer.error = f"the answer has {answer.num_tokens} tokens instead of {wanted}"
