@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+import gc
 import logging
+import mmap
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +22,11 @@ import torch
 
 from tests.transport.host_cuda import HostCuda, TwinBuffer, TwinStream, remove_files
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed, WriteFailed
+from transfer.transport import cuda_ipc
 from transfer.transport.base import ByteRange
 from transfer.transport.cuda_ipc import CudaIpcTransport
 from transfer.transport.cuda_ipc_blob import Answered
+from transfer.transport.cuda_ipc_driver import CudaError, CudaWords
 from transfer.transport.peer import pack_blob, unpack_blob
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,6 +149,33 @@ def test_without_memory_operations_a_session_has_no_signals(pair: Pair, end: str
     assert writer.signal_writer is None and (target.signal_reader is None) == (end == "target")
     drive(writer, writer.write(pair.source_memory, rng(0, SIZE), rng(0, SIZE), 1))
     assert torch.equal(pair.ring.tensor, pair.source.tensor)
+
+
+def test_without_memory_that_can_be_shared_a_session_has_no_signals(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(num_bytes: int) -> None:
+        raise OSError(errno.EPERM, "memfd_create is not allowed here")
+
+    monkeypatch.setattr(cuda_ipc, "shared_memory", refuse)
+    writer, target = pair.attach()
+    assert writer.signal_writer is None and target.signal_reader is None
+
+
+def test_registered_words_are_given_back_also_if_their_address_cannot_be_found() -> None:
+    """Otherwise their memory would stay registered with CUDA after it is freed."""
+    calls: list[str] = []
+    driver = SimpleNamespace(CU_MEMHOSTREGISTER_PORTABLE=1, CU_MEMHOSTREGISTER_DEVICEMAP=2)
+
+    def call(name: str, *arguments: Any) -> int:
+        calls.append(name)
+        if name == "cuMemHostGetDevicePointer":
+            raise CudaError(f"{name} failed")
+        return 0
+
+    cuda: Any = SimpleNamespace(driver=driver, call=call, on=lambda device: contextlib.nullcontext())
+    with pytest.raises(CudaError):
+        CudaWords(cuda, 0, mmap.mmap(-1, 8192), lambda function: function())
+    gc.collect()
+    assert calls == ["cuMemHostRegister", "cuMemHostGetDevicePointer", "cuMemHostUnregister"]
 
 
 def test_a_peer_without_signals_is_told_nothing_of_them(pair: Pair) -> None:

@@ -86,7 +86,11 @@ class CudaIpcTransport(MappedTransport[DeviceBuffer]):
         return self._add(replace(found, device_index=device))
 
     def _open_signals(self, memory: DeviceBuffer) -> SignalReader | None:
-        shared = shared_memory(SIGNAL_BYTES)
+        try:
+            shared = shared_memory(SIGNAL_BYTES)
+        except OSError as error:
+            log.info("%s: signals cannot be used: %s", self._lane, error)
+            return None
         shared[:] = bytes(SIGNAL_BYTES)  # so that its pages exist, as the writer requires
         words = self._cuda.open_words(memory.device_index, shared, self._waits.submit)
         return None if words is None else SignalReader(words)

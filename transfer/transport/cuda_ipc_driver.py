@@ -114,10 +114,10 @@ class CudaWords:
         register = cuda.driver.CU_MEMHOSTREGISTER_PORTABLE | cuda.driver.CU_MEMHOSTREGISTER_DEVICEMAP
         with cuda.on(device):
             cuda.call("cuMemHostRegister", self.address, self.words.nbytes, register)
+            # Streams of a session that is over are done with it, but other streams of the device delay the call.
+            unregister = functools.partial(_unregister, cuda, device, self.address, memory)
+            weakref.finalize(self, closing, unregister).atexit = False  # also if the next call fails
             self._on_device = int(cuda.call("cuMemHostGetDevicePointer", self.address, 0))
-        # Streams of a session that is over are done with it, but other streams of the device delay the call.
-        unregister = functools.partial(_unregister, cuda, device, self.address, memory)
-        weakref.finalize(self, closing, unregister).atexit = False
 
     def write(self, stream: int, word: int, value: int) -> None:
         flag = self._cuda.driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value  # with a memory barrier
@@ -272,6 +272,7 @@ class Cuda:
         attribute = getattr(self.driver.CUdevice_attribute, name, None)
         try:
             if attribute is None or not self.call("cuDeviceGetAttribute", attribute, self._device(device)):
+                log.info("signals cannot be used: device %d has no 64-bit memory operations of streams", device)
                 return None
             return CudaWords(self, device, memory, closing)
         except CudaError as error:  # such as a limit of locked memory
