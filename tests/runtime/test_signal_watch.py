@@ -10,6 +10,7 @@ import pytest
 
 from tests.transport.host_cuda import HostWords
 from transfer.copy import compiled_copy
+from transfer.receive import signal_watch
 from transfer.receive.signal_watch import SignalWatch
 from transfer.transport.shared_memory import shared_memory
 from transfer.transport.signals import NUM_BYTES, NUM_ENTRIES, ArrivalSignal, SignalReader, SignalWriter
@@ -17,9 +18,9 @@ from transfer.transport.signals import NUM_BYTES, NUM_ENTRIES, ArrivalSignal, Si
 
 class Sessions:
     def __init__(self, count: int) -> None:
-        memories = [shared_memory(NUM_BYTES) for _ in range(count)]
-        self.writers = [SignalWriter(HostWords(memory)) for memory in memories]
-        self.readers = [SignalReader(HostWords(memory)) for memory in memories]
+        self.memories = [shared_memory(NUM_BYTES) for _ in range(count)]
+        self.writers = [SignalWriter(HostWords(memory)) for memory in self.memories]
+        self.readers = [SignalReader(HostWords(memory)) for memory in self.memories]
         self.seen: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         self.watch = SignalWatch(asyncio.get_running_loop(), self._on_signal, self._on_crash)
 
@@ -64,6 +65,28 @@ async def test_gathers_of_watched_sessions_are_reported(is_compiled: bool, monke
     sessions.gather(0, 12)
     assert await sessions.next() == (0, 12)
     watch.close()
+
+
+@pytest.mark.parametrize("written", [{8: 5}, {8: 1, 10: 5}])
+async def test_a_stopped_session_is_not_looked_at(written: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its grants can last for long, and a writer that writes a number too high would keep the thread from waiting."""
+    looks: list[float] = []
+
+    def wait(words: Any, *, timeout_s: float, most_pause_s: float) -> bool:
+        looks.append(timeout_s)
+        return compiled_copy.wait_for_words(words, timeout_s=timeout_s, most_pause_s=most_pause_s)
+
+    monkeypatch.setattr(signal_watch, "wait_for_words", wait)
+    sessions = Sessions(2)
+    sessions.watch.begin(0, sessions.readers[0])
+    for word, number in written.items():
+        HostWords(sessions.memories[0]).words[word] = number
+    await asyncio.sleep(0.1)
+    assert sessions.readers[0].is_stopped and len(looks) < 5
+    sessions.watch.begin(1, sessions.readers[1])
+    sessions.gather(1, 20)
+    assert await sessions.next() == (1, 20)
+    sessions.watch.close()
 
 
 async def test_more_gathers_than_entries_all_come() -> None:

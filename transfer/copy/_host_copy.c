@@ -372,14 +372,13 @@ static PyObject *source_hash(PyObject *module, PyObject *arguments) {
     return PyUnicode_FromString(SOURCE_HASH);
 }
 
-/* Arguments and results are in _host_copy.pyi. */
 /* Waiting for words that a device of another process writes (transfer/transport/signals.py) */
 
 typedef struct {
     uint64_t address, value;
-} AwaitedWord;
+} Word;
 
-static int has_come(const AwaitedWord *words, Py_ssize_t num_words) {
+static int has_come(const Word *words, Py_ssize_t num_words) {
     for (Py_ssize_t i = 0; i < num_words; i++)
         if (__atomic_load_n((const uint64_t *)(uintptr_t)words[i].address, __ATOMIC_ACQUIRE) >= words[i].value)
             return 1;
@@ -393,12 +392,12 @@ static int64_t now_ns(void) {
 }
 
 static PyObject *wait_for_words(PyObject *Py_UNUSED(module), PyObject *args) {
-    Py_buffer words;
+    Py_buffer words, last;
     long long timeout_ns, least_pause_ns, most_pause_ns;
-    if (!PyArg_ParseTuple(args, "y*LLL", &words, &timeout_ns, &least_pause_ns, &most_pause_ns))
+    if (!PyArg_ParseTuple(args, "y*y*LLL", &words, &last, &timeout_ns, &least_pause_ns, &most_pause_ns))
         return NULL;
-    const AwaitedWord *awaited = words.buf;
-    Py_ssize_t num_words = words.len / (Py_ssize_t)sizeof *awaited;
+    const Word *awaited = words.buf, *written = last.buf;
+    Py_ssize_t num_words = words.len / (Py_ssize_t)sizeof *awaited, num_written = last.len / (Py_ssize_t)sizeof *written;
     int found;
     Py_BEGIN_ALLOW_THREADS
     prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0); /* of this thread: the default is 50 us */
@@ -410,11 +409,15 @@ static PyObject *wait_for_words(PyObject *Py_UNUSED(module), PyObject *args) {
         pause = pause < least_pause_ns ? least_pause_ns : pause > most_pause_ns ? most_pause_ns : pause;
         nanosleep(&(struct timespec){.tv_sec = pause / 1000000000, .tv_nsec = pause % 1000000000}, NULL);
     }
+    for (Py_ssize_t i = 0; !found && i < num_written; i++)
+        __atomic_store_n((uint64_t *)(uintptr_t)written[i].address, written[i].value, __ATOMIC_RELEASE);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&words);
+    PyBuffer_Release(&last);
     return PyBool_FromLong(found);
 }
 
+/* Arguments and results are in _host_copy.pyi. */
 static PyMethodDef methods[] = {
     {"copy_pages", copy_pages, METH_VARARGS, NULL},
     {"has_avx2", has_avx2, METH_NOARGS, NULL},

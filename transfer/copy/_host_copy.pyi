@@ -31,11 +31,12 @@ def copy_pages(
         is_streaming: Write past the caches.
     """
 
-def wait_for_words(words: Buffer, timeout_ns: int, least_pause_ns: int, most_pause_ns: int, /) -> bool:
+def wait_for_words(words: Buffer, last: Buffer, timeout_ns: int, least_pause_ns: int, most_pause_ns: int, /) -> bool:
     """Wait, without the GIL, until a word in memory is at least its value. Return False after the timeout.
 
     The pauses between two looks are a sixteenth of the time waited so far, within the limits. Nothing is checked.
 
     Args:
         words: uint64 [n, 2]: the address of a word, and its value.
+        last: uint64 [n, 2]: words to write, in this order, after the timeout. Still without the GIL.
     """

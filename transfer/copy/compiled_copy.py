@@ -131,20 +131,31 @@ def _described(view: Tensor, buffer: WireBuffer) -> tuple[int, ...]:
     return (view.data_ptr(), buffer.offset_bytes, page_stride, token_stride, *pieces, *tokens)
 
 
-def wait_for_words(words: Sequence[tuple[int, int]], *, timeout_s: float, most_pause_s: float) -> bool:
+def wait_for_words(
+    words: Sequence[tuple[int, int]], *, timeout_s: float, most_pause_s: float, last: Sequence[tuple[int, int]] = ()
+) -> bool:
     """Wait until the 64-bit word at one of the addresses is at least its value. Return False after the timeout.
 
     Looks with pauses of a sixteenth of the time waited so far, and of at most `most_pause_s`. The compiled code does not hold the
-    GIL: a thread that shares it with an engine can wait for it for milliseconds.
+    GIL: a thread that shares it with an engine can wait for it for milliseconds, or for as long as a stream waits for a word.
+
+    Args:
+        last: Words to write after the timeout, in this order: addresses and values.
     """
     if _host_copy is not None:
         limits = (int(timeout_s * 1e9), int(_LEAST_PAUSE_S * 1e9), int(most_pause_s * 1e9))
-        found: bool = _host_copy.wait_for_words(array("Q", [number for word in words for number in word]), *limits)
+        found: bool = _host_copy.wait_for_words(_numbers_of(words), _numbers_of(last), *limits)
         return found
     began_s = time.monotonic()
     while not any(ctypes.c_uint64.from_address(address).value >= value for address, value in words):
         waited_s = time.monotonic() - began_s
         if waited_s >= timeout_s:
+            for address, value in last:
+                ctypes.c_uint64.from_address(address).value = value
             return False
         time.sleep(min(max(waited_s / 16, _LEAST_PAUSE_S), most_pause_s))
     return True
+
+
+def _numbers_of(words: Sequence[tuple[int, int]]) -> array[int]:
+    return array("Q", [number for word in words for number in word])

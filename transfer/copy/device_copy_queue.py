@@ -16,6 +16,7 @@ Kernels that were not compiled at attach are compiled on a separate thread: it c
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -143,9 +144,10 @@ class DeviceCopyQueue:
 
         def wait() -> None:
             nonlocal is_given_up
-            if not wait_for_words([signal.awaited_end], timeout_s=SIGNAL_LIMIT_S, most_pause_s=_MAX_PAUSE_S):
-                is_given_up = True
-                signal.give_up()
+            # The compiled code gives up by itself. A thread that holds the GIL in a call of CUDA can be waiting for the stream.
+            is_given_up = not wait_for_words(
+                [signal.awaited_end], timeout_s=SIGNAL_LIMIT_S, most_pause_s=_MAX_PAUSE_S, last=signal.giving_up
+            )
 
         def compare(found: int, begun_s: float, ended_s: float) -> None:
             is_intact = None if is_given_up else found == signal.digest
@@ -154,10 +156,11 @@ class DeviceCopyQueue:
 
         def launch(peer_stream: _PeerStream) -> None:
             def copy(total: Tensor) -> None:
+                piece.upload()  # its memory can be new: that must not wait for the stream
                 signal.wait_on(peer_stream.stream.cuda_stream)
                 piece.scatter(source, digest=total)
 
-            self._queue(peer_stream, None, copy, compare, wait)
+            self._queue(peer_stream, None, copy, compare, wait, signal.end_wait)
 
         def give_up() -> None:
             signal.close()
@@ -213,8 +216,42 @@ class DeviceCopyQueue:
         copy: Callable[[Tensor], None],
         on_done: OnGathered,
         wait: Callable[[], None] | None = None,
+        end_wait: Callable[[], None] = lambda: None,
     ) -> None:
+        """Queue a copy, and wait for its end on the peer's thread.
+
+        Args:
+            wait: Called on that thread before, if the stream waits for a word. It begins before the copy is queued: a launch
+                that waits for the stream (of a new kernel, or for memory) must not keep it from ending the stream's wait.
+            end_wait: Called at each look at the end of the copy.
+        """
         outcome = peer_stream.free.popleft() if peer_stream.free else _new_outcome()
+        is_queued, has_failed, queued_s = threading.Event(), False, 0.0
+
+        def work() -> tuple[int, float, float] | None:
+            # The copy begins when the stream is free and the engine is done, which may take far longer than the copy. (Events
+            # with timing would cost each copy two more calls.)
+            if wait is not None:
+                wait()
+                is_queued.wait()
+            if has_failed:
+                return None
+            begun_s = max(queued_s, peer_stream.last_end_s) if wait is None else time.monotonic()
+            if after is not None and not outcome.begin.query():
+                outcome.begin.synchronize()
+                begun_s = time.monotonic()
+            _wait_through(outcome.end, begun_s, end_wait)
+            end_s, total = time.monotonic(), int(outcome.cell) & _MASK
+            digest, peer_stream.last_sum, peer_stream.last_end_s = (total - peer_stream.last_sum) & _MASK, total, end_s
+            return digest, begun_s, end_s
+
+        def done(result: tuple[int, float, float] | None) -> None:
+            if result is not None:
+                peer_stream.free.append(outcome)
+                on_done(*result)
+
+        if wait is not None:
+            peer_stream.waiter.submit(work, done)
         try:
             with torch.cuda.stream(peer_stream.stream):  # and its device with it
                 if after is not None:
@@ -225,29 +262,14 @@ class DeviceCopyQueue:
                 outcome.end.record(peer_stream.stream)
         except Exception as error:
             # As for a copy on a thread. Its queued part would count to the digest of the next copy, so there must be no next one.
+            has_failed = True
+            is_queued.set()
             self._on_crash(error)
             return
         queued_s = time.monotonic()
-
-        def work() -> tuple[int, float, float]:
-            # The copy begins when the stream is free and the engine is done, which may take far longer than the copy. (Events
-            # with timing would cost each copy two more calls.)
-            if wait is not None:
-                wait()
-            begun_s = max(queued_s, peer_stream.last_end_s) if wait is None else time.monotonic()
-            if after is not None and not outcome.begin.query():
-                outcome.begin.synchronize()
-                begun_s = time.monotonic()
-            _wait_through(outcome.end, begun_s)
-            end_s, total = time.monotonic(), int(outcome.cell) & _MASK
-            digest, peer_stream.last_sum, peer_stream.last_end_s = (total - peer_stream.last_sum) & _MASK, total, end_s
-            return digest, begun_s, end_s
-
-        def done(result: tuple[int, float, float]) -> None:
-            peer_stream.free.append(outcome)
-            on_done(*result)
-
-        peer_stream.waiter.submit(work, done)
+        is_queued.set()
+        if wait is None:
+            peer_stream.waiter.submit(work, done)
 
     def _open(self, peer: int) -> _PeerStream:
         with torch.cuda.device(self._device):
@@ -267,7 +289,7 @@ def _new_outcome() -> _Outcome:
     return _Outcome(cell=cell, begin=make_event(blocking=True), end=make_event())
 
 
-def _wait_through(copy_end: torch.cuda.Event, begun_s: float) -> None:
+def _wait_through(copy_end: torch.cuda.Event, begun_s: float, at_each_look: Callable[[], None]) -> None:
     """Wait for the end of a copy that runs since `begun_s`.
 
     Looks with pauses: a thread that sleeps in the driver saw the end 135 us later than one that spins (two H200, virtual
@@ -275,6 +297,7 @@ def _wait_through(copy_end: torch.cuda.Event, begun_s: float) -> None:
     that share.
     """
     while not copy_end.query():
+        at_each_look()
         time.sleep(min(max((time.monotonic() - begun_s) * _LOOK_SHARE, _MIN_PAUSE_S), _MAX_PAUSE_S))
 
 

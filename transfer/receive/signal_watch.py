@@ -18,7 +18,8 @@ _FULL_WAIT_S = 0.001  # while all entries of a session are in use: nothing repor
 
 
 class SignalWatch:
-    """Watches sessions between `begin` and `end`. The thread sleeps while there are none, and begins with the first one.
+    """Watches sessions between `begin` and `end`, until they are stopped. The thread sleeps while there are none, and begins
+    with the first one.
 
     Args:
         on_signal: Called on the loop with the session and a gather that has begun.
@@ -80,8 +81,9 @@ class SignalWatch:
 
     def _look(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._readers or self._is_closed)
-            readers, changes = dict(self._readers), self._changes[0]
+            self._changed.wait_for(lambda: self._is_closed or not all(reader.is_stopped for reader in self._readers.values()))
+            readers = {session: reader for session, reader in self._readers.items() if not reader.is_stopped}
+            changes = self._changes[0]
         words = [word for reader in readers.values() if (word := reader.awaited) is not None]
         timeout_s = _WAIT_S if len(words) == len(readers) else _FULL_WAIT_S
         pause_s = _NEAR_PAUSE_S if any(reader.is_near for reader in readers.values()) else _FAR_PAUSE_S

@@ -19,7 +19,8 @@ word  written by     contains
 ====  =============  ==============================================================================================
 
 Entry 0 is not used for gathers. The target writes its words. Word 0 is the number of entries that it has closed. A writer uses an
-entry again when the target has closed it, and sends no signal while all entries are in use, or once word 1 is not 0.
+entry again when the target has closed it, and sends no signal while all entries are in use, or once word 1 is not 0. Then the
+target ignores also the signals that are on their way, and the writer sends messages for their gathers.
 """
 
 from __future__ import annotations
@@ -78,10 +79,15 @@ class SignalWriter:
         """Return the signal of a gather that is about to be queued into the grant that begins at position `grant`."""
         return GatherSignal(self, grant)
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the target takes no more signals."""
+        return self._words.words[_IS_STOPPED] != 0
+
     def begin(self, grant: int, stream: int, total: int) -> int:
         """Queue the first half of an entry. Return its number, or 0 if no signal can be sent."""
         words = self._words.words
-        if words[_IS_STOPPED] or self._num_used - words[_NUM_CLOSED] >= NUM_ENTRIES:
+        if self.is_stopped or self._num_used - words[_NUM_CLOSED] >= NUM_ENTRIES:
             return 0
         self._num_used += 1
         number = self._num_used
@@ -111,8 +117,8 @@ class GatherSignal:
 
     @property
     def is_sent(self) -> bool:
-        """Whether there was an entry for it."""
-        return self._number > 0
+        """Whether there was an entry for it, and the target still takes signals."""
+        return self._number > 0 and not self._writer.is_stopped
 
     def begin(self, stream: int, total: int) -> None:
         self._number = self._writer.begin(self._grant, stream, total)
@@ -127,10 +133,12 @@ class SignalReader:
 
     Attributes:
         words: The memory that the writer maps, too.
+        is_stopped: Whether signals are ignored from now on.
     """
 
     def __init__(self, words: DeviceWords) -> None:
         self.words = words
+        self.is_stopped = False
         self._num_taken = 0
         self._closed: set[int] = set()  # entries above the first open one
         self._num_closed = 0
@@ -143,22 +151,33 @@ class SignalReader:
 
     @property
     def awaited(self) -> tuple[int, int] | None:
-        """The address of the word that changes next, and its value then. None while all entries are in use."""
+        """The address of the word that changes next, and its value then. None while all entries are in use, and after `stop`."""
         number = self._num_taken + 1
         field = _BEGUN if self.is_near else _QUEUED
-        return None if self._is_full else (self.words.address + _word(number, field) * _WORD_BYTES, number)
+        unused = self._is_full or self.is_stopped
+        return None if unused else (self.words.address + _word(number, field) * _WORD_BYTES, number)
 
     @property
     def _is_full(self) -> bool:
         return self._num_taken - self._num_closed >= NUM_ENTRIES
 
     def take(self) -> list[ArrivalSignal]:
-        """Return the signals of the gathers that have begun since the last call, in order."""
+        """Return the signals of the gathers that have begun since the last call, in order.
+
+        A writer that skips an entry is stopped. Otherwise the thread that waits for the entry would look without a pause.
+        """
         found: list[ArrivalSignal] = []
         words = self.words.words
-        while not self._is_full and words[_word(self._num_taken + 1, _BEGUN)] == self._num_taken + 1:
-            self._num_taken += 1
-            found.append(ArrivalSignal(self, self.words, self._num_taken, words[_word(self._num_taken, _GRANT)]))
+        while not self._is_full and not self.is_stopped:
+            number = self._num_taken + 1
+            begun = words[_word(number, _BEGUN)]
+            if max(begun, words[_word(number, _QUEUED)]) > number:
+                self.stop()
+            elif begun == number:
+                self._num_taken = number
+                found.append(ArrivalSignal(self, self.words, number, words[_word(number, _GRANT)]))
+            else:
+                break
         return found
 
     def close(self, number: int) -> None:
@@ -170,7 +189,8 @@ class SignalReader:
         self.words.words[_NUM_CLOSED] = self._num_closed
 
     def stop(self) -> None:
-        """Tell the writer to send no more signals."""
+        """Tell the writer to send no more signals, and ignore those that it sends all the same."""
+        self.is_stopped = True
         self.words.words[_IS_STOPPED] = 1
 
 
@@ -188,7 +208,7 @@ class ArrivalSignal:
         self._number = number
 
     def wait_on(self, stream: int) -> None:
-        """Let a stream wait for the end of the gather, or until `give_up`."""
+        """Let a stream wait for the end of the gather, or until `giving_up` is written."""
         self._words.wait(stream, _word(self._number, _ENDED), self._number)
 
     @property
@@ -202,8 +222,16 @@ class ArrivalSignal:
         words = self._words.words
         return (words[_word(self._number, _TOTAL)] - words[_word(self._number, _BASE)]) & _MASK
 
-    def give_up(self) -> None:
-        """End the wait of a stream. The gather may still be under way."""
+    @property
+    def giving_up(self) -> list[tuple[int, int]]:
+        """The words that give the signal up, in the order of their writes: addresses and values.
+
+        The writer sends no more signals then, but a message when the gather ends. And the wait of a stream ends.
+        """
+        return [(self._words.address + _IS_STOPPED * _WORD_BYTES, 1), self.awaited_end]
+
+    def end_wait(self) -> None:
+        """End the wait of a stream, also if the writer has set the word back since it reported the end."""
         self._words.words[_word(self._number, _ENDED)] = self._number
 
     def close(self) -> None:

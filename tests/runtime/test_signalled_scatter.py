@@ -1,0 +1,159 @@
+"""The wait of a stream for a signal ends by itself, on a copy queue whose device is faked: in every case after the time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.transport.host_cuda import HostWords
+from transfer.copy import compiled_copy, device_copy_queue
+from transfer.copy.device_copy_queue import DeviceCopyQueue
+from transfer.copy.digest import DIGEST_WORDS
+from transfer.transport.shared_memory import shared_memory
+from transfer.transport.signals import NUM_BYTES, SIGNAL_LIMIT_S, ArrivalSignal, SignalReader, SignalWriter
+from transfer.worker_thread import WorkerThread
+
+_LATE_S = 20 * SIGNAL_LIMIT_S
+
+
+class Stream:
+    """A stream that waits for the word of a signal. CUDA compares cyclically: the difference is at least 0 as a signed number."""
+
+    cuda_stream = 0
+
+    def __init__(self, signal: ArrivalSignal) -> None:
+        self._address, self._value = signal.awaited_end
+
+    def query(self) -> bool:
+        return (ctypes.c_uint64.from_address(self._address).value - self._value) % 2**64 < 2**63
+
+    def record(self, stream: object = None) -> None:
+        return
+
+
+class Piece:
+    """A copy whose launch is `launch`."""
+
+    def __init__(self, launch: Callable[[], None]) -> None:
+        self._launch = launch
+        self.calls: list[str] = []
+
+    def is_compiled(self, address: int, *, is_gather: bool) -> bool:
+        return True
+
+    def upload(self) -> None:
+        self.calls.append("upload")
+
+    def scatter(self, source: Any, digest: Any) -> None:
+        self.calls.append("scatter")
+        self._launch()
+
+
+class Ends:
+    """A gather that has begun, and the scatter behind it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        memory = shared_memory(NUM_BYTES)
+        self.words = HostWords(memory)
+        self.writer, self.reader = SignalWriter(HostWords(memory)), SignalReader(HostWords(memory))
+        self.gather = self.writer.of(8)
+        self.total = ctypes.c_uint64()
+        self.gather.begin(0, ctypes.addressof(self.total))
+        (self.arrival,) = self.reader.take()
+        self.stream = Stream(self.arrival)
+        self.crashes: list[BaseException] = []
+        outcome = device_copy_queue._Outcome  # noqa: SLF001
+        new = outcome(cell=torch.zeros(1, dtype=torch.int64), begin=self.stream, end=self.stream)  # type: ignore[arg-type]
+        monkeypatch.setattr(device_copy_queue, "_new_outcome", lambda: new)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        loop = asyncio.get_running_loop()
+        self.queue = DeviceCopyQueue("scatter", torch.device("cpu"), loop, self.crashes.append)
+        waiter = WorkerThread("scatter", loop, self.crashes.append)
+        peer_stream = device_copy_queue._PeerStream  # noqa: SLF001
+        self.queue._peers[1] = peer_stream(  # noqa: SLF001
+            stream=self.stream,  # type: ignore[arg-type]
+            waiter=waiter,
+            sum=torch.zeros(1, dtype=torch.int64),
+        )
+
+    def scatter(self, launch: Callable[[], None] = lambda: None) -> asyncio.Future[bool | None]:
+        done: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()
+        self.piece = Piece(launch)
+        self.queue.scatter(
+            self.piece,  # type: ignore[arg-type]
+            torch.zeros(8, dtype=torch.uint8),
+            algorithm=DIGEST_WORDS,
+            digest=0,
+            peer=1,
+            on_done=lambda is_intact, _: done.set_result(is_intact),
+            signal=self.arrival,
+        )
+        return done
+
+    def until_woken(self, limit_s: float) -> bool:
+        """Do as a call of CUDA does that returns only when the stream is done."""
+        begun_s = time.monotonic()
+        while not self.stream.query() and time.monotonic() - begun_s < limit_s:
+            time.sleep(0.001)
+        return self.stream.query()
+
+
+@pytest.fixture
+async def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
+    return Ends(monkeypatch)
+
+
+async def test_a_gather_that_ends_is_scattered(ends: Ends) -> None:
+    done = ends.scatter()
+    assert ends.piece.calls == ["upload", "scatter"]  # new memory for tables is never behind the wait
+    ends.gather.end(0, ctypes.addressof(ends.total))
+    assert await asyncio.wait_for(done, 20) is True
+    assert not ends.crashes and ends.queue.close(5)
+
+
+async def test_a_launch_that_waits_for_the_stream_returns_after_the_limit(ends: Ends) -> None:
+    """The first launch of a kernel, and memory that must be freed first, wait for the whole device."""
+    returned: list[bool] = []
+    done = ends.scatter(lambda: returned.append(ends.until_woken(_LATE_S)))
+    assert returned == [True]
+    assert await asyncio.wait_for(done, 20) is None
+    assert not ends.crashes and ends.queue.close(5)
+
+
+async def test_a_call_that_holds_the_gil_does_not_keep_a_stream_waiting(ends: Ends) -> None:
+    if not compiled_copy.IS_BUILT:
+        pytest.skip("transfer.copy._host_copy is not built: make setup builds it")
+    done = ends.scatter()
+    await asyncio.sleep(SIGNAL_LIMIT_S / 5)  # the thread waits
+    ctypes.PyDLL(None).usleep(int(4 * SIGNAL_LIMIT_S * 1e6))
+    assert ends.stream.query()
+    assert await asyncio.wait_for(done, 20) is None
+    assert ends.queue.close(5)
+
+
+async def test_a_writer_that_sets_the_word_back_does_not_keep_a_stream_waiting(ends: Ends) -> None:
+    """The host has seen the end; then the device reads a number that is lower for it."""
+    done = ends.scatter()
+    address, value = ends.arrival.awaited_end
+    ctypes.c_uint64.from_address(address).value = value + 2**63
+    assert not ends.stream.query()
+    await asyncio.wait_for(done, 20)
+    assert ends.queue.close(5)
+
+
+async def test_a_launch_that_fails_reports_nothing_but_the_crash(ends: Ends) -> None:
+    def fail() -> None:
+        raise RuntimeError("a launch failed")
+
+    done = ends.scatter(fail)
+    assert [str(error) for error in ends.crashes] == ["a launch failed"]
+    assert await asyncio.to_thread(ends.queue.close, 5)
+    await asyncio.sleep(0)
+    assert not done.done()
