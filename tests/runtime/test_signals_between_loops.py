@@ -1,0 +1,149 @@
+"""Loops of both ends over `cuda_ipc` with signals, on faked devices: KV arrives, and nothing is watched or open at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runtime.test_local_pair import DECODE, TOKENS, Pair
+from tests.transport.host_cuda import HostCuda, TwinTransport
+from transfer import local_pair
+from transfer.copy.host_copy_queue import HostCopyQueue
+from transfer.errors import TransferAborted
+from transfer.receive import loop as receive_loop
+from transfer.send import loop as send_loop
+from transfer.transport.signals import ArrivalSignal, GatherSignal, SignalReader
+
+_LOOK_S = 0.0005
+
+
+class SignallingQueue(HostCopyQueue):
+    """Copies in host memory whose gathers take some time, and send signals as a stream of a device does."""
+
+    chance: random.Random
+    give_up: float  # share of signals
+    num_used: int
+    num_given_up: int
+
+    def gather(self, piece: Any, out: Any, *, on_done: Any, signal: GatherSignal | None = None, **how: Any) -> None:
+        wire = torch.frombuffer((ctypes.c_uint8 * out.numel()).from_address(out.data_ptr()), dtype=torch.uint8)
+        total = ctypes.c_uint64(self.chance.getrandbits(64))
+        if signal is not None:
+            signal.begin(0, ctypes.addressof(total))
+
+        def done(digest: int, begun_s: float, ended_s: float) -> None:
+            total.value += digest
+            if signal is not None:
+                signal.end(0, ctypes.addressof(total))
+            on_done(digest, begun_s, ended_s)
+
+        def gather() -> None:
+            super(SignallingQueue, self).gather(piece, wire, on_done=done, **how)
+
+        asyncio.get_running_loop().call_later(self.chance.choice([0, 2, 6]) * _LOOK_S, gather)
+
+    def scatter(
+        self, piece: Any, source: Any, *, digest: int, on_done: Any, signal: ArrivalSignal | None = None, **how: Any
+    ) -> None:
+        if signal is None:
+            super().scatter(piece, source, digest=digest, on_done=on_done, **how)
+            return
+        address, value = signal.awaited_end
+        will_give_up = self.chance.random() < self.give_up
+
+        def done(is_intact: bool | None, seconds: float) -> None:
+            signal.close()
+            on_done(is_intact, seconds)
+
+        def look() -> None:
+            if will_give_up:
+                type(self).num_given_up += 1
+                for word, written in signal.giving_up:
+                    ctypes.c_uint64.from_address(word).value = written
+                done(None, 0.0)
+            elif ctypes.c_uint64.from_address(address).value < value:
+                asyncio.get_running_loop().call_later(_LOOK_S, look)
+            else:
+                type(self).num_used += 1
+                super(SignallingQueue, self).scatter(piece, source, digest=signal.digest, on_done=done, **how)
+
+        look()
+
+
+def readers_of(pair: Pair) -> list[SignalReader]:
+    loops = [receiver.loop for receiver in pair.pair._receivers]  # noqa: SLF001
+    readers = [session.signal_reader for loop in loops for session in loop._sessions.values()]  # noqa: SLF001
+    assert readers and all(reader is not None for reader in readers)
+    return [reader for reader in readers if reader is not None]
+
+
+async def all_ended(pair: Pair, readers: list[SignalReader]) -> None:
+    """Nothing is awaited, and each entry that was taken is closed."""
+    for receiver in pair.pair._receivers:  # noqa: SLF001
+        loop = receiver.loop
+        while not loop.is_idle:
+            await asyncio.sleep(_LOOK_S)
+        assert not loop._awaited and not loop._signals  # noqa: SLF001
+        assert not loop._watch._num_awaited and not loop._watch._readers  # noqa: SLF001
+    for reader in readers:
+        while reader._num_taken != reader._num_closed:  # noqa: SLF001  # taken by the thread, and on their way to the loop
+            await asyncio.sleep(_LOOK_S)
+
+
+@pytest.mark.parametrize("give_up", [0.0, 0.2])
+@pytest.mark.parametrize("seed", range(2))
+async def test_prompts_arrive_and_nothing_is_left(seed: int, give_up: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts one after the other and at once, some of which are cancelled on their way."""
+    cuda, chance = HostCuda(), random.Random(seed)
+    SignallingQueue.chance, SignallingQueue.give_up = chance, give_up
+    SignallingQueue.num_used = SignallingQueue.num_given_up = 0
+    monkeypatch.setattr(local_pair, "InprocTransport", lambda hub: TwinTransport(cuda))
+    for module in (send_loop, receive_loop):
+        monkeypatch.setattr(module, "open_copy_queue", lambda name, device, loop, crash: SignallingQueue(name, loop, crash))
+    pair = Pair()
+    async with asyncio.timeout(20), pair.pair:
+        readers = readers_of(pair)
+        for number in range(20):
+            first, second = f"{number}.0", f"{number}.1"
+            pair.compute(first, 0)
+            pair.compute(second, 1)
+            one = pair.pair.begin(first, num_tokens=TOKENS, **pair.tables(0))
+            other = pair.pair.begin(second, num_tokens=TOKENS, **pair.tables(1))
+            one.computed(40)
+            other.computed(TOKENS)
+            await asyncio.sleep(chance.choice([0, 2, 10]) * _LOOK_S)
+            is_cancelled = chance.random() < 0.5
+            if is_cancelled:
+                other.cancel("no longer needed")
+            one.computed(TOKENS)
+            await one.wait()
+            pair.assert_arrived(first, 0)
+            try:
+                await other.wait()
+            except TransferAborted:
+                assert is_cancelled
+            else:
+                pair.assert_arrived(second, 1)
+        await all_ended(pair, readers)
+        assert SignallingQueue.num_used > 20 or give_up
+        assert (SignallingQueue.num_given_up > 0) == (give_up > 0)
+        assert not give_up or any(reader.is_stopped for reader in readers)
+        pair.compute("lost", 0)
+        lost = pair.pair.begin("lost", num_tokens=TOKENS, **pair.tables(0))
+        lost.computed(TOKENS)
+        await asyncio.sleep(chance.choice([0, 2, 10]) * _LOOK_S)
+        receiver = pair.pair._receivers[0].loop  # noqa: SLF001
+        session = next(iter(receiver._sessions))  # noqa: SLF001
+        receiver.close_session(session, "the link is lost")
+        for sender in pair.pair._senders:  # noqa: SLF001
+            sender.loop.close_session(session, "the link is lost")  # as the end of the registry's stream does
+        with contextlib.suppress(TransferAborted):  # it may have arrived before
+            await lost.wait()
+        await all_ended(pair, readers)
+    assert len(readers) == DECODE.num_ranks
