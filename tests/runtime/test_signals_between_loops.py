@@ -96,16 +96,38 @@ async def all_ended(pair: Pair, readers: list[SignalReader]) -> None:
             await asyncio.sleep(_LOOK_S)
 
 
-@pytest.mark.parametrize("give_up", [0.0, 0.2])
-@pytest.mark.parametrize("seed", range(2))
-async def test_prompts_arrive_and_nothing_is_left(seed: int, give_up: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts one after the other and at once, some of which are cancelled on their way."""
-    cuda, chance = HostCuda(), random.Random(seed)
-    SignallingQueue.chance, SignallingQueue.give_up = chance, give_up
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = HostCuda()
+    SignallingQueue.chance, SignallingQueue.give_up = random.Random(1), 0.0
     SignallingQueue.num_used = SignallingQueue.num_given_up = 0
     monkeypatch.setattr(local_pair, "InprocTransport", lambda hub: TwinTransport(cuda))
+    monkeypatch.setattr(receive_loop, "IS_BUILT", True)
     for module in (send_loop, receive_loop):
         monkeypatch.setattr(module, "open_copy_queue", lambda name, device, loop, crash: SignallingQueue(name, loop, crash))
+
+
+@pytest.mark.usefixtures("faked")
+async def test_without_compiled_code_signals_are_stopped_and_prompts_arrive_by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that needs the GIL to end the wait of a stream may never get it, see `test_signalled_scatter`."""
+    monkeypatch.setattr(receive_loop, "IS_BUILT", False)
+    pair = Pair()
+    async with asyncio.timeout(20), pair.pair:
+        readers = readers_of(pair)
+        pair.compute("0", 0)
+        await pair.pair.transfer("0", num_tokens=TOKENS, **pair.tables(0))
+        pair.assert_arrived("0", 0)
+        await all_ended(pair, readers)
+        assert all(reader.is_stopped for reader in readers) and not SignallingQueue.num_used
+
+
+@pytest.mark.usefixtures("faked")
+@pytest.mark.parametrize("give_up", [0.0, 0.2])
+@pytest.mark.parametrize("seed", range(2))
+async def test_prompts_arrive_and_nothing_is_left(seed: int, give_up: float) -> None:
+    """Prompts one after the other and at once, some of which are cancelled on their way."""
+    chance = SignallingQueue.chance = random.Random(seed)
+    SignallingQueue.give_up = give_up
     pair = Pair()
     async with asyncio.timeout(20), pair.pair:
         readers = readers_of(pair)

@@ -13,6 +13,7 @@ from typing import Protocol
 import structlog
 
 from transfer.control.base import ControlServer, Received
+from transfer.copy.compiled_copy import IS_BUILT
 from transfer.copy.copy_queue import open_copy_queue
 from transfer.copy.piece_copier import PieceCopier, PieceCopy
 from transfer.errors import LocalProtocolError, RemoteProtocolError, TransferError
@@ -223,6 +224,8 @@ class ReceiverLoop:
         if self._publish is None:
             raise LocalProtocolError("a session is opened before watch_sessions() was called")
         self._sessions[number] = session
+        if session.signal_reader is not None and not IS_BUILT:
+            session.signal_reader.stop()  # only compiled code ends the wait of a stream without the GIL
         self._control.allow(number, control_key)
         opened = protocol.ReceiverSessionOpened(session=number, incarnation=incarnation, is_one_sided=session.is_one_sided)
         self._pump.feed(opened)
@@ -375,7 +378,7 @@ class ReceiverLoop:
         piece = action.piece
         self._to_prepare[piece.grant.begin] = piece
         session = self._sessions.get(piece.session)
-        if session is not None and session.signal_reader is not None:
+        if session is not None and session.signal_reader is not None and not session.signal_reader.is_stopped:
             self._awaited.setdefault(piece.request_id, {})[piece.grant.begin] = piece.session
             self._watch.begin(piece.session, session.signal_reader)
 
