@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -127,11 +128,19 @@ async def test_a_launch_that_waits_for_the_stream_returns_after_the_limit(ends: 
     assert not ends.crashes and ends.queue.close(5)
 
 
-async def test_a_call_that_holds_the_gil_does_not_keep_a_stream_waiting(ends: Ends) -> None:
+async def test_a_call_that_holds_the_gil_does_not_keep_a_stream_waiting(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled_copy.IS_BUILT:
         pytest.skip("transfer.copy._host_copy is not built: make setup builds it")
+    waits = threading.Event()
+
+    def wait(*words: Any, **limits: Any) -> bool:
+        waits.set()
+        return compiled_copy.wait_for_words(*words, **limits)
+
+    monkeypatch.setattr(device_copy_queue, "wait_for_words", wait)
     done = ends.scatter()
-    await asyncio.sleep(SIGNAL_LIMIT_S / 5)  # the thread waits
+    assert await asyncio.to_thread(waits.wait, 20)
+    await asyncio.sleep(SIGNAL_LIMIT_S / 5)
     ctypes.PyDLL(None).usleep(int(4 * SIGNAL_LIMIT_S * 1e6))
     assert ends.stream.query()
     assert await asyncio.wait_for(done, 20) is None
