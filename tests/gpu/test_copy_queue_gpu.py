@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -178,3 +179,53 @@ async def test_no_stream_waits_long_for_a_gather_that_does_not_end() -> None:
     is_intact, _ = await scattered(side, wire, digest(wire.cpu().numpy(), DIGEST_WORDS))  # and the next copy is as ever
     assert is_intact
     assert side.queue.close(5)
+
+
+async def test_a_gather_without_a_step_to_wait_for_sends_no_signal() -> None:
+    side = Side.open("gather", Kernels.TRITON)
+    wire, (writer, reader) = side.wire(), signal_ends()
+    fired = torch.cuda.Event()
+    fired.record()
+    fired.synchronize()
+    for after in (None, fired):
+        signal, done = writer.of(8), asyncio.get_running_loop().create_future()
+        side.queue.gather(
+            side.piece(),
+            wire,
+            algorithm=DIGEST_WORDS,
+            peer=1,
+            after=after,
+            on_done=lambda found, *_, done=done: done.set_result(found),  # type: ignore[misc]
+            signal=signal,
+        )
+        assert await asyncio.wait_for(done, 30) == digest(wire.cpu().numpy(), DIGEST_WORDS)
+        assert not signal.is_sent and not reader.take()
+    assert side.queue.close(5)
+
+
+async def test_streams_of_copies_are_nobody_elses() -> None:
+    """torch hands out 32 streams in turn."""
+    side = Side.open("gather", Kernels.TRITON)
+    for peer in range(40):
+        side.queue.expect(side.piece(), peer=peer)
+    streams = {peer.stream.cuda_stream for peer in side.queue._peers.values()}  # type: ignore[attr-defined]  # noqa: SLF001
+    assert len(streams) == 40 and not streams & {torch.cuda.Stream().cuda_stream for _ in range(64)}
+    for peer in range(40):
+        side.queue.forget(peer)
+    wire = side.wire()
+    assert (await gathered(side, wire, None))[0] == digest(wire.cpu().numpy(), DIGEST_WORDS)
+    assert side.queue.close(5)
+
+
+def test_signals_can_be_opened_while_a_graph_is_captured() -> None:
+    graph, memory = torch.cuda.CUDAGraph(), torch.zeros(1024, device="cuda")
+    with torch.cuda.graph(graph):
+        memory += 1
+        with ThreadPoolExecutor(1) as thread:
+            writer, _ = thread.submit(signal_ends).result(30)
+        memory += 1
+    assert not writer.is_stopped
+    memory.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert float(memory[0]) == 2.0

@@ -734,7 +734,8 @@ def test_a_scatter_is_queued_when_its_gather_begins() -> None:
     (scatter,) = signalled(receiver, grant)
     assert scatter.piece.grant == grant and scatter.digest is None
     assert not signalled(receiver, grant)
-    assert drops(receiver.ready(0, grant)) == ["repeated"]  # the message says the same
+    assert not receiver.ready(0, grant)  # the message says the same
+    assert drops(receiver.ready(0, grant)) == ["repeated"]
     assert of_type(receiver.scattered(grant), rx.IncomingComplete)
 
 
@@ -758,6 +759,16 @@ def test_a_given_up_signal_leaves_the_piece_to_its_message() -> None:
     actions = receiver.tell(rx.ScatterFinished(grant=grant, is_intact=None))
     assert not actions  # no rejection: the bytes may still be on their way
     (scatter,) = of_type(receiver.ready(0, grant), rx.StartScatter)
+    assert scatter.digest == 7
+    assert of_type(receiver.scattered(grant), rx.IncomingComplete)
+
+
+def test_a_message_during_a_wait_that_is_given_up_then_is_not_lost() -> None:
+    receiver = ReceiverHand(is_one_sided=True)
+    grant = receiver.granted()
+    assert signalled(receiver, grant)
+    receiver.ready(0, grant)
+    (scatter,) = of_type(receiver.tell(rx.ScatterFinished(grant=grant, is_intact=None)), rx.StartScatter)
     assert scatter.digest == 7
     assert of_type(receiver.scattered(grant), rx.IncomingComplete)
 

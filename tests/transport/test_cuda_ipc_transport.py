@@ -171,7 +171,8 @@ def test_registered_words_are_given_back_also_if_their_address_cannot_be_found()
             raise CudaError(f"{name} failed")
         return 0
 
-    cuda: Any = SimpleNamespace(driver=driver, call=call, on=lambda device: contextlib.nullcontext())
+    nothing = contextlib.nullcontext()
+    cuda: Any = SimpleNamespace(driver=driver, call=call, on=lambda device: nothing, beside_captures=lambda: nothing)
     with pytest.raises(CudaError):
         CudaWords(cuda, 0, mmap.mmap(-1, 8192), lambda function: function())
     gc.collect()

@@ -30,8 +30,9 @@ from transfer.copy.compiled_copy import wait_for_words
 from transfer.copy.digest import DIGEST_WORDS
 from transfer.copy.piece_copier import OnGathered, OnScattered, PieceCopy
 from transfer.engine_types import DeviceEvent
-from transfer.errors import LocalProtocolError
+from transfer.errors import ConfigError, LocalProtocolError
 from transfer.transport.base import DirectMemory
+from transfer.transport.cuda_ipc_driver import process_cuda
 from transfer.transport.signals import SIGNAL_LIMIT_S, ArrivalSignal, GatherSignal
 from transfer.worker_thread import WorkerThread
 
@@ -82,6 +83,7 @@ class DeviceCopyQueue:
         self._on_crash = on_crash
         self._compiler = WorkerThread(f"{name}-compiler", loop, on_crash)
         self._peers: dict[int, _PeerStream] = {}
+        self._idle_streams: list[torch.cuda.Stream] = []  # of peers that have left
         self._closing: list[WorkerThread] = []
 
     def gather(
@@ -96,13 +98,17 @@ class DeviceCopyQueue:
         signal: GatherSignal | None = None,
     ) -> None:
         def launch(peer_stream: _PeerStream) -> None:
+            # If the gather begins at once, its message comes earlier than the target's next look at the signal.
+            is_pending = isinstance(after, torch.cuda.Event) and not after.query()
+            sent = signal if is_pending else None
+
             def copy(total: Tensor) -> None:
                 stream = peer_stream.stream.cuda_stream
-                if signal is not None:
-                    signal.begin(stream, total.data_ptr())
+                if sent is not None:
+                    sent.begin(stream, total.data_ptr())
                 piece.gather(out, digest=total)
-                if signal is not None:
-                    signal.end(stream, total.data_ptr())
+                if sent is not None:
+                    sent.end(stream, total.data_ptr())
 
             self._queue(peer_stream, after, copy, on_done)
 
@@ -171,6 +177,7 @@ class DeviceCopyQueue:
     def forget(self, peer: int) -> None:
         ended = self._peers.pop(peer, None)
         if ended is not None:
+            ended.waiter.submit(lambda: None, lambda _: self._idle_streams.append(ended.stream))
             ended.waiter.finish()
             self._closing = [thread for thread in self._closing if thread.is_alive]
             self._closing.append(ended.waiter)
@@ -275,12 +282,25 @@ class DeviceCopyQueue:
         with torch.cuda.device(self._device):
             # Created on the current stream, and written before the stream reads it.
             total = torch.zeros(1, dtype=torch.int64, device=self._device)
-            stream = torch.cuda.Stream(self._device)
+            stream = self._idle_streams.pop() if self._idle_streams else _new_stream(self._device)
             stream.wait_stream(torch.cuda.current_stream(self._device))
         found = self._peers[peer] = _PeerStream(
             stream=stream, waiter=WorkerThread(f"{self._name}-{len(self._peers)}", self._loop, self._on_crash), sum=total
         )
         return found
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream that nobody else has.
+
+    torch hands out 32 streams in turn. A stream can wait for the end of a peer's gather, and must not be the engine's, too.
+    Without cuda-bindings there are no such waits.
+    """
+    try:
+        handle = process_cuda().create_stream(torch.cuda.current_device())
+    except ConfigError:
+        return torch.cuda.Stream(device)
+    return torch.cuda.ExternalStream(handle, device=device)
 
 
 def _new_outcome() -> _Outcome:

@@ -494,11 +494,12 @@ class Receiver:
             self._drop(session, "repeated")  # the grant was released meanwhile
         elif piece.stage is ReceiverStage.GRANTED and message.attempt < piece.attempt and piece.receiving.failure is None:
             self._reject(piece, "repeated, because the rejection was lost")
-        elif piece.stage is not ReceiverStage.GRANTED or piece.ready is not None or message.attempt != piece.attempt:
+        elif piece.ready is not None or message.attempt != piece.attempt:
             self._drop(session, "repeated")  # rule 7: a set, not a count
         elif piece.receiving.failure is None:
-            piece.ready = message
-            self._scatter_if_here(piece)
+            piece.ready = message  # of a scatter that waits for its signal: in case that is given up
+            if piece.stage is ReceiverStage.GRANTED:
+                self._scatter_if_here(piece)
 
     def _scatter_if_here(self, piece: ReceiverPiece) -> None:
         """Scatter once the writer has reported its write and, in a two-sided session, the receive has ended."""
@@ -573,6 +574,8 @@ class Receiver:
             if request.failure is not None:
                 self.ring.quarantine(piece.grant)
                 self._settle(request, [piece])
+            else:
+                self._scatter_if_here(piece)
             return
         if not event.is_intact:
             piece.stage = ReceiverStage.GRANTED

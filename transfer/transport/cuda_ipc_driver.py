@@ -55,8 +55,7 @@ class CopyStream:
     def __init__(self, cuda: Cuda, device: int) -> None:
         self._cuda = cuda
         self._device = device
-        with cuda.on(device):
-            self._stream = cuda.call("cuStreamCreate", cuda.driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
+        self._stream = cuda.create_stream(device)
         self._idle_events: list[Any] = []
         self._events: list[Any] = []
 
@@ -112,7 +111,7 @@ class CudaWords:
         self.words = memoryview(memory).cast("B").cast("Q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         register = cuda.driver.CU_MEMHOSTREGISTER_PORTABLE | cuda.driver.CU_MEMHOSTREGISTER_DEVICEMAP
-        with cuda.on(device):
+        with cuda.on(device), cuda.beside_captures():
             cuda.call("cuMemHostRegister", self.address, self.words.nbytes, register)
             # Streams of a session that is over are done with it, but other streams of the device delay the call.
             unregister = functools.partial(_unregister, cuda, device, self.address, memory)
@@ -132,7 +131,7 @@ class CudaWords:
 
 
 def _unregister(cuda: Cuda, device: int, address: int, memory: Any) -> None:
-    with cuda.on(device):
+    with cuda.on(device), cuda.beside_captures():
         cuda.call("cuMemHostUnregister", address)
     del memory  # until here, it was mapped
 
@@ -278,6 +277,21 @@ class Cuda:
         except CudaError as error:  # such as a limit of locked memory
             log.info("signals cannot be used: %s", error)
             return None
+
+    def create_stream(self, device: int) -> int:
+        """Return the handle of a new stream, which does not wait for the default stream."""
+        with self.on(device):
+            return int(self.call("cuStreamCreate", self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value))
+
+    @contextlib.contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """Let this thread make calls that would break the graph that another thread captures."""
+        relaxed = self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        mode = self.call("cuThreadExchangeStreamCaptureMode", relaxed)
+        try:
+            yield
+        finally:
+            self.call("cuThreadExchangeStreamCaptureMode", mode)
 
     def open_stream(self, device: int) -> CopyStream:
         return CopyStream(self, device)

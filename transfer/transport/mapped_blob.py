@@ -11,6 +11,7 @@ from typing import Any
 from transfer.errors import ConfigError
 from transfer.transport.liveness import PipeAddress
 from transfer.transport.peer import field_of, pack_blob, unpack_blob
+from transfer.transport.signals import LAYOUT
 
 TOKEN_BYTES = 16
 _VERSION = 1
@@ -21,7 +22,7 @@ class Offered:
     """A writer's blob; `token` names the offer.
 
     Attributes:
-        has_signals: Whether the writer can use `transfer.transport.signals`.
+        has_signals: Whether the writer can use `transfer.transport.signals`, of this build's `LAYOUT`.
     """
 
     transport: str
@@ -30,7 +31,7 @@ class Offered:
     has_signals: bool = False
 
     def to_blob(self) -> bytes:
-        fields = {"line": self.line.to_wire(), "token": self.token, "signals": self.has_signals}
+        fields = {"line": self.line.to_wire(), "token": self.token, "signals": LAYOUT if self.has_signals else 0}
         return pack_blob(self.transport, _VERSION, "offer", fields)
 
     @classmethod
@@ -45,7 +46,7 @@ class Offered:
             transport=transport,
             line=PipeAddress.from_wire(fields.get("line")),
             token=_token(fields),
-            has_signals=fields.get("signals") is True,
+            has_signals=fields.get("signals") == LAYOUT,
         )
 
 

@@ -31,6 +31,9 @@ SIGNAL_LIMIT_S: Final = 0.05
 """Time that a stream may wait for the end of a gather that runs. Meanwhile, calls of the process that wait for the whole device,
 such as those that free memory, do not return (docs/adr/0083-signals-of-the-writers-stream.md)."""
 
+LAYOUT: Final = 1
+"""Version of the words. Both ends need the same one."""
+
 NUM_BYTES: Final = 8192
 _WORD_BYTES: Final = 8
 _ENTRY_WORDS: Final = 8  # a cache line
