@@ -1,4 +1,4 @@
-"""Draw docs/images/performance.svg from a record of `bench.gpu_suite`."""
+"""Draw docs/images/performance.svg from records of `bench.pool_to_pool`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Final
 from xml.sax.saxutils import escape
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-RECORD: Final = ROOT / "bench" / "results" / "2026-11-26-two-h100.json"
+_RESULTS: Final = ROOT / "bench" / "results"
+DIRECT: Final = _RESULTS / "2026-11-29-two-h200-pool-to-pool.json"
+OTHERS: Final = _RESULTS / "2026-11-29-two-h200-pool-to-pool-before.json"
 PICTURE: Final = ROOT / "docs" / "images" / "performance.svg"
 
 SIZE: Final = "320 MiB"
-_ONE, _SIXTEEN, _SIXTY_FOUR = (f"{SIZE}, {requests} in flight" for requests in (1, 16, 64))
-_MANY_REPORT: Final = "pool to pool, 64 at once"
-_KVFERRY: Final = {"cuda_ipc": "kvferry cuda_ipc/fused, pool to pool", "nixl": "kvferry nixl, pool to pool"}
+_ONE, _SIXTEEN = (f"{SIZE}, {requests} in flight" for requests in (1, 16))
 
 _WIDTH, _LABEL_WIDTH, _VALUE_WIDTH = 860, 330, 70
 _ROW_HEIGHT, _BAR_HEIGHT, _TOP, _GROUP_GAP = 24, 16, 48, 30
@@ -33,55 +33,53 @@ class Bar:
 
     Args:
         label: The text left of the bar.
-        report: The name of the report in the record.
-        case: The `case` of the row in that report.
+        record: The file that has the row.
+        case: The `case` of the row.
         row: The `what` of the row.
         color: The fill of the bar.
     """
 
     label: str
-    report: str = "pool to pool"
+    record: Path = OTHERS
     case: str = _ONE
     row: str
     color: str = _OTHERS
 
 
+_CUDA_IPC, _NIXL, _UCX = (f"kvferry {lane}, pool to pool" for lane in ("cuda_ipc/fused", "nixl", "ucx"))
 GROUPS: Final[Sequence[tuple[str, Sequence[Bar]]]] = (
     (
         "One request at a time",
         (
-            Bar(label="one copy of the same bytes (ceiling)", row="peer memcpy over CUDA IPC", color=_CEILING),
+            Bar(label="one copy of the same bytes (ceiling)", record=DIRECT, row="peer memcpy over CUDA IPC", color=_CEILING),
             Bar(label="NIXL, one contiguous write, no gather", row="NIXL bulk WRITE", color=_CEILING),
+            Bar(label="kvferry, cuda_ipc", record=DIRECT, row=_CUDA_IPC, color=_OWN),
             Bar(label="SGLang: gather, NIXL write, scatter", row="SGLang's gather, NIXL WRITE, SGLang's scatter"),
-            Bar(label="kvferry, cuda_ipc", row=_KVFERRY["cuda_ipc"], color=_OWN),
-            Bar(label="kvferry, nixl", row=_KVFERRY["nixl"], color=_OWN),
+            Bar(label="kvferry, nixl", row=_NIXL, color=_OWN),
             Bar(label="NIXL, 40,960 random descriptors (worst case)", row="NIXL, 40,960 descriptors of 8,192 B"),
         ),
     ),
     (
         "16 requests in flight",
-        tuple(Bar(label=f"kvferry, {lane}", case=_SIXTEEN, row=row, color=_OWN) for lane, row in _KVFERRY.items()),
-    ),
-    (
-        "64 requests in flight",
-        tuple(
-            Bar(label=f"kvferry, {lane}", report=_MANY_REPORT, case=_SIXTY_FOUR, row=row, color=_OWN)
-            for lane, row in _KVFERRY.items()
+        (
+            Bar(label="kvferry, cuda_ipc", record=DIRECT, case=_SIXTEEN, row=_CUDA_IPC, color=_OWN),
+            Bar(label="kvferry, nixl", case=_SIXTEEN, row=_NIXL, color=_OWN),
+            Bar(label="kvferry, ucx", case=_SIXTEEN, row=_UCX, color=_OWN),
         ),
     ),
 )
 
 
-def performance_svg(record: Path = RECORD) -> str:
+def performance_svg() -> str:
     """Return the chart as SVG.
 
     Raises:
-        LookupError: The record lacks a row of the chart.
+        LookupError: A record lacks a row of the chart.
     """
-    content = json.loads(record.read_text(encoding="utf-8"))
-    speeds = {bar: _speed(content, bar) for _, bars in GROUPS for bar in bars}
+    contents = {record: json.loads(record.read_text(encoding="utf-8")) for record in (DIRECT, OTHERS)}
+    speeds = {bar: _speed(contents[bar.record], bar) for _, bars in GROUPS for bar in bars}
     scale = (_WIDTH - _LABEL_WIDTH - _VALUE_WIDTH) / max(speeds.values())
-    environment = content["environment"]
+    environment, earlier = contents[DIRECT]["environment"], contents[OTHERS]["environment"]
     parts = [_text(8, 20, "GB/s between two GPUs, requests of 336 MB. kvferry gathers, writes, verifies and scatters", kind="h")]
     y = _TOP
     for title, bars in GROUPS:
@@ -95,9 +93,10 @@ def performance_svg(record: Path = RECORD) -> str:
                 _text(_LABEL_WIDTH + length + 6, y, f"{speeds[bar]:.0f}" if speeds[bar] >= 10 else f"{speeds[bar]:.1f}"),
             ]
         y += _GROUP_GAP
-    gpus = f"{len(environment['gpus'])} x {environment['gpus'][0]}, {environment['nvlink']}"
+    gpus = f"2 x {environment['gpus'][0]}, {environment['nvlink']}"
     what = "Llama-3-70B, 4,096 tokens, TP 4 to TP 2, one rank pair"
-    parts.append(_text(8, y, f"{what}. {gpus}. Commit {environment['commit']}.", kind="s"))
+    commits = f"Commits {environment['commit'][:7]} (cuda_ipc, copy) and {earlier['commit'][:7]}"
+    parts.append(_text(8, y, f"{what}. {gpus}. {commits}.", kind="s"))
     height = y + 12
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="Transfer speed">'
     background = f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>'
@@ -106,10 +105,10 @@ def performance_svg(record: Path = RECORD) -> str:
 
 def _speed(content: Any, bar: Bar) -> float:
     """Return the bytes of a request over the time of a request, in GB/s."""
-    for row in content["reports"][bar.report]["rows"]:
+    for row in content["rows"]:
         if (row["case"], row["what"]) == (bar.case, bar.row):
             return float(row["gb_per_s"])
-    raise LookupError(f"report {bar.report!r} has no row {bar.row!r} of case {bar.case!r}")
+    raise LookupError(f"{bar.record.name} has no row {bar.row!r} of case {bar.case!r}")
 
 
 def _text(x: float, y: float, text: str, *, kind: str = "") -> str:
