@@ -225,10 +225,11 @@ def _meshed(
         self.tp_plan = {**self.tp_plan, **tp_styles}
 
     def prepare_distribute_model(
-        cls: type[PreTrainedModel], distributed_config: DistributedConfig, device_map: Any = None
-    ) -> tuple[DistributedConfig, torch.device, _TensorParallelMesh]:
+        cls: type[PreTrainedModel], distributed_config: DistributedConfig, device_map: Any = None, **of_older: Any
+    ) -> tuple[DistributedConfig, torch.device, DeviceMesh | _TensorParallelMesh]:
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("tp",))
-        return distributed_config, device, _TensorParallelMesh(mesh)
+        # transformers 5.17 passes a mesh, and takes one.
+        return distributed_config, device, mesh if "device_mesh" in of_older else _TensorParallelMesh(mesh)
 
     body = {
         "prepare_distribute_model": classmethod(prepare_distribute_model),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from embedded_engine import tensor_parallel
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.loading import load_engine
 from embedded_engine.model_files import read_model_files
@@ -77,3 +79,14 @@ def test_loading_needs_no_second_copy_of_the_weights(tmp_path: Path, is_dummy: b
     assert engine.weights_bytes > 120e6
     largest = 4096 * 1024 * 4
     assert peak.num_bytes < engine.weights_bytes + 3 * largest, f"{peak.num_bytes} for weights of {engine.weights_bytes}"
+
+
+def test_both_kinds_of_mesh_that_transformers_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.17 passes a mesh and takes one; 5.23 takes a holder of one."""
+    made = object()
+    monkeypatch.setattr(tensor_parallel, "init_device_mesh", lambda *_, **__: made)
+    loader: Any = tensor_parallel._meshed(LlamaForCausalLM, {}, torch.device("cpu"), 2)  # noqa: SLF001
+    config = object()
+    assert loader.prepare_distribute_model(config, device_mesh=None, device_map=None) == (config, torch.device("cpu"), made)
+    *_, holder = loader.prepare_distribute_model(config, device_map=None)
+    assert holder.get_mesh(("pp", "fsdp", "tp")) is made
