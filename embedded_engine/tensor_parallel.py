@@ -225,7 +225,7 @@ def _meshed(
         self.tp_plan = {**self.tp_plan, **tp_styles}
 
     def prepare_distribute_model(
-        cls: type[PreTrainedModel], distributed_config: DistributedConfig, device_map: Any = None, **of_older: Any
+        cls: type[PreTrainedModel], /, distributed_config: DistributedConfig, device_map: Any = None, **of_older: Any
     ) -> tuple[DistributedConfig, torch.device, DeviceMesh | _TensorParallelMesh]:
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("tp",))
         # transformers 5.17 passes a mesh, and takes one.
