@@ -1,6 +1,6 @@
 """Pictures of the dashboards, from a real Prometheus that scrapes a real cluster of two and two nodes under load that changes.
 
-    python -m bench.watched --out docs/images [--sick]
+    python -m bench.watched --out docs/images [--sick] [--device cuda]
 
 The load: one client, then two with prompts of up to 1,000 tokens, then one. ``--sick``: small rings, and one client, then eight
 with prompts of up to 1,500 tokens, then four while a prefill node is killed and started again, then one. It draws only
@@ -40,11 +40,12 @@ SICK_ROW, SICK_PICTURE = "dashboard-overview-bottleneck.png", "dashboard-sick.pn
 RING_BYTES, SICK_RING_BYTES = 64 << 20, 4 << 20
 
 
-def spec_of(model: Path, *, is_sick: bool) -> ClusterSpec:
+def spec_of(model: Path, *, device: str, is_sick: bool) -> ClusterSpec:
     """A sick cluster has small rings, so that chunks wait for credit when many are under way."""
+    settings = {"device": device}
     return ClusterSpec(
-        prefill=TierSpec(model=model, page_size=16, pool_tokens=16_384),
-        decode=TierSpec(model=model, page_size=32, pool_tokens=16_384),
+        prefill=TierSpec(model=model, page_size=16, pool_tokens=16_384, settings=settings),
+        decode=TierSpec(model=model, page_size=32, pool_tokens=16_384, settings=settings),
         num_prefill=2,
         num_decode=2,
         chunk_tokens=256,
@@ -110,8 +111,8 @@ async def sick_phases(cluster: LocalCluster, folder: Path, phase_s: float) -> No
     await load(cluster, clients=1, num_tokens=1000, seconds=phase_s / 2)
 
 
-async def watch(out: Path, phase_s: float, folder: Path, *, is_sick: bool) -> int:
-    async with LocalCluster(spec_of(await cached_demo_model(), is_sick=is_sick)) as cluster:
+async def watch(out: Path, phase_s: float, folder: Path, *, device: str, is_sick: bool) -> int:
+    async with LocalCluster(spec_of(await cached_demo_model(), device=device, is_sick=is_sick)) as cluster:
         name_targets(cluster, folder)
         with prometheus(folder, folder / TARGETS, environment=cluster.environment, rules=RULES) as server:
             begun_s = time.time()
@@ -127,13 +128,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.watched", description=__doc__)
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the pictures go")
     parser.add_argument("--phase", metavar="SECONDS", type=float, default=40.0, help="of the first phase (default: %(default)g)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all ranks; with cuda, they share one GPU")
     parser.add_argument("--sick", action="store_true", help="a cluster with faults, for the runbooks")
     given = parser.parse_args()
     if find_prometheus() is None:
         print(f"bench.watched needs prometheus; {HOW_TO_GET_IT}", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory(prefix="kvferry-watched-") as folder:
-        return asyncio.run(watch(given.out, given.phase, Path(folder), is_sick=given.sick))
+        return asyncio.run(watch(given.out, given.phase, Path(folder), device=given.device, is_sick=given.sick))
 
 
 if __name__ == "__main__":
