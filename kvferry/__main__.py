@@ -19,7 +19,10 @@ from kvferry.demo.options import DemoClusterOptions, DemoOptions
 from node_runtime.command_line import example
 from transfer.errors import ConfigError
 
-app = TextTyper(help="Transfer KV cache between prefill and decode servers: try it, plan it, operate it.")
+app = TextTyper(
+    help="Transfer KV cache between prefill and decode servers: try it, plan it, operate it.",
+    epilog="The nodes themselves are the commands prefill-node and decode-node.",
+)
 model_app = TextTyper(help="Make a small demo model.")
 app.add_typer(model_app, name="model")
 bench_app = TextTyper(help="Measure a running cluster under load.")

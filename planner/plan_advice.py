@@ -75,7 +75,7 @@ def advice_on(plan: MemoryPlan, *, is_memory_the_limit: bool) -> list[str]:
         elif tokens < inputs.sequence_tokens and not inputs.has_host_pages:
             advice.append(
                 f"the pool holds {tokens:,} tokens, a sequence may have {inputs.sequence_tokens:,}: longer ones are refused; "
-                f"--max-seq-len {tokens} says so"
+                f"set --max-seq-len to {tokens} or less"
             )
         advice += _advice_on_windows(plan) if is_memory_the_limit else []
     return [inputs.in_names(line) for line in advice]

@@ -185,7 +185,7 @@ def test_advice_and_errors_speak_of_settings() -> None:
     text = str(refused.value)
     assert "a smaller ring.capacity_bytes" in text and "memory.static_fraction" in text and "--" not in text
     plan = make_plan(inputs_of(decode(pool={"num_pages": 10}), CPU))
-    assert any("limits.max_seq_len 160 says so" in line for line in plan.advice)
+    assert any("set limits.max_seq_len to 160 or less" in line for line in plan.advice)
     assert "--" not in " ".join(plan.advice)
 
 

@@ -293,7 +293,7 @@ def test_page_tables_are_no_wider_than_the_pool() -> None:
     tiered = make_plan(inputs_of("qwen3-8b", **flags, max_running_requests=256, has_host_pages=True))
     assert tiered.page_table_bytes == (256 + 1) * context * 4
     assert plan.num_pages > tiered.num_pages
-    assert [line for line in plan.advice if "longer ones are refused; --max-seq-len" in line]
+    assert [line for line in plan.advice if "longer ones are refused; set --max-seq-len" in line]
     assert not [line for line in tiered.advice if "longer ones are refused" in line]
     bounded = make_plan(inputs_of("qwen3-8b", **flags, max_running_requests=256, max_total_tokens=100))
     assert bounded.page_table_bytes == (256 + 1) * 96 * 4, "six whole pages"
