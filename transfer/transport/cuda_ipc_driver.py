@@ -280,7 +280,7 @@ class Cuda:
 
     def create_stream(self, device: int) -> int:
         """Return the handle of a new stream, which does not wait for the default stream."""
-        with self.on(device):
+        with self.on(device), self.beside_captures():
             return int(self.call("cuStreamCreate", self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value))
 
     @contextlib.contextmanager
