@@ -156,6 +156,14 @@ async def test_prompts_arrive_and_nothing_is_left(seed: int, give_up: float) -> 
         assert SignallingQueue.num_used > 20 or give_up
         assert (SignallingQueue.num_given_up > 0) == (give_up > 0)
         assert not give_up or any(reader.is_stopped for reader in readers)
+        for reader in readers:
+            reader.resume()  # as after the pause
+        num_used = SignallingQueue.num_used
+        SignallingQueue.give_up = 0.0
+        pair.compute("resumed", 0)
+        await pair.pair.transfer("resumed", num_tokens=TOKENS, **pair.tables(0))
+        pair.assert_arrived("resumed", 0)
+        assert SignallingQueue.num_used > num_used
         pair.compute("lost", 0)
         lost = pair.pair.begin("lost", num_tokens=TOKENS, **pair.tables(0))
         lost.computed(TOKENS)

@@ -104,6 +104,18 @@ def test_a_stopped_writer_sends_no_more() -> None:
     assert ends.reader.take() == [] and ends.reader.awaited is None  # also those that it has sent
 
 
+def test_signals_go_on_after_a_pause_in_the_same_order() -> None:
+    """Also with one that was sent before the writer saw the stop."""
+    ends = Ends()
+    signal = ends.writer.of(1)
+    signal.begin(0, ctypes.addressof(ctypes.c_uint64()))
+    ends.reader.stop()
+    assert not ends.gather(2, 2)
+    ends.reader.resume()
+    assert ends.gather(3, 9)
+    assert [signal.grant for signal in ends.reader.take()] == [1, 3]
+
+
 def test_a_writer_that_ignores_the_limit_is_not_followed_beyond_it() -> None:
     """It writes into entries that are in use: there are never more signals than entries, and never an endless look."""
     memory = shared_memory(NUM_BYTES)

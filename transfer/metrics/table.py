@@ -392,6 +392,12 @@ TRANSFER_METRICS: Final = (
         advice="Above 0: memory, a network card or a cable is failing. See DATA_LOSS in docs/troubleshooting.md.",
     ),
     counter(
+        "signals_given_up",
+        "Scatters on a GPU that waited more than 50 ms for a gather that had begun.",
+        roles=DECODE,
+        advice="Each ends a session's signals for a minute, which adds a millisecond to requests. Often: the prefill GPU is busy.",
+    ),
+    counter(
         "dropped_messages",
         "Control messages that were dropped because they broke a rule.",
         ("reason", "at most 32 constant words, and other"),

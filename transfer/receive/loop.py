@@ -34,7 +34,7 @@ from transfer.ring import StagingAllocator, Watermark
 from transfer.tracing import Span, record_piece
 from transfer.transport.base import ByteRange, Session
 from transfer.transport.driver import SessionDriver
-from transfer.transport.signals import SIGNAL_LIMIT_S, ArrivalSignal
+from transfer.transport.signals import SIGNAL_LIMIT_S, SIGNAL_PAUSE_S, ArrivalSignal
 
 log = structlog.get_logger(__name__)
 
@@ -432,6 +432,8 @@ class ReceiverLoop:
             elif is_intact is None:
                 if (session := self._sessions.get(piece.session)) is not None and session.signal_reader is not None:
                     session.signal_reader.stop()  # no stream waits for messages
+                    self._loop.call_later(SIGNAL_PAUSE_S, session.signal_reader.resume)
+                self._metrics.counter("signals_given_up").inc()
                 log.warning("signal_given_up", request_id=request_id, session=piece.session, limit_s=SIGNAL_LIMIT_S)
             self._pump.feed(protocol.ScatterFinished(grant=grant, is_intact=is_intact))
 

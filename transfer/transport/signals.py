@@ -31,6 +31,9 @@ SIGNAL_LIMIT_S: Final = 0.05
 """Time that a stream may wait for the end of a gather that runs. Meanwhile, calls of the process that wait for the whole device,
 such as those that free memory, do not return (docs/adr/0083-signals-of-the-writers-stream.md)."""
 
+SIGNAL_PAUSE_S: Final = 60.0
+"""Time without signals after one was given up. A device that is always slow then costs one wait a minute."""
+
 LAYOUT: Final = 1
 """Version of the words. Both ends need the same one."""
 
@@ -142,6 +145,7 @@ class SignalReader:
     def __init__(self, words: DeviceWords) -> None:
         self.words = words
         self.is_stopped = False
+        self._is_distrusted = False
         self._num_taken = 0
         self._closed: set[int] = set()  # entries above the first open one
         self._num_closed = 0
@@ -175,6 +179,7 @@ class SignalReader:
             number = self._num_taken + 1
             begun = words[_word(number, _BEGUN)]
             if max(begun, words[_word(number, _QUEUED)]) > number:
+                self._is_distrusted = True
                 self.stop()
             elif begun == number:
                 self._num_taken = number
@@ -195,6 +200,12 @@ class SignalReader:
         """Tell the writer to send no more signals, and ignore those that it sends all the same."""
         self.is_stopped = True
         self.words.words[_IS_STOPPED] = 1
+
+    def resume(self) -> None:
+        """Take signals again, unless the writer has broken a rule."""
+        if not self._is_distrusted:
+            self.words.words[_IS_STOPPED] = 0
+            self.is_stopped = False
 
 
 class ArrivalSignal:
