@@ -395,7 +395,7 @@ TRANSFER_METRICS: Final = (
         "signals_given_up",
         "Scatters on a GPU that waited more than 50 ms for a gather that had begun.",
         roles=DECODE,
-        advice="Each ends a session's signals for a minute, which adds a millisecond to requests. Often: the prefill GPU is busy.",
+        advice="Each ends a session's signals for a minute, which adds a millisecond to requests. Often: prefill's GPU is busy.",
     ),
     counter(
         "dropped_messages",
