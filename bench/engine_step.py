@@ -12,18 +12,18 @@ from typing import Any
 import torch
 
 STEP_S = 0.01
-"""How far the host is ahead of the device; a step of a thousand tokens of a large model takes longer."""
+"""Time by which the host is ahead of the device. A step of a thousand tokens of a large model takes longer."""
 
-_LEAD_S = 0.0005  # before the step, so that the host sees its begin
+_LEAD_S = 0.0005  # before the step, so that the host sees its start
 
-_CYCLES_PER_S = 1.98e9  # of an H200; only the length of the step depends on it, and that is measured
+_CYCLES_PER_S = 1.98e9  # of an H200; only the length of the step depends on it, and the length is measured
 
 
 class DeviceStep:
     """A kernel that keeps one multiprocessor of the current device busy for about `STEP_S`.
 
     Args:
-        stream: The engine's.
+        stream: The engine's stream, on which the step is queued.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -40,9 +40,10 @@ class DeviceStep:
             self._begun_s, looked_s = looked_s, time.monotonic()
 
     def computed_s(self) -> float:
-        """Counted from the last look at the device before the step began, so early by some microseconds rather than late.
+        """Return the end of the step on the host's monotonic clock, after waiting for it.
 
-        The time at which the step was queued is of no use: after a pause, the host is up to 0.2 ms ahead of the device.
+        It is counted from the last look at the device before the step began, so it is some microseconds early, never late. It is
+        not counted from the time of queuing: after a pause, the device begins up to 0.2 ms later.
         """
         self.event.synchronize()
         elapsed_ms: float = self._begin.elapsed_time(self.event)

@@ -1,7 +1,7 @@
-"""SGLang servers, alone or in pairs that are joined by a disaggregation backend, for `bench.engines`.
+"""SGLang servers for `bench.engines`: one alone, or a pair that is joined by a disaggregation backend.
 
-Setups: `one` is one SGLang with the decode side's degree. `nixl` and `kvferry` are a prefill and a decode SGLang, joined by
-SGLang's NIXL backend or by kvferry with its defaults. The client sends each request to both engines, as SGLang's router does.
+Setups: `one` is one server with the TP degree of the decode side. `nixl` and `kvferry` are a prefill and a decode server, joined
+by SGLang's NIXL backend or by kvferry with its defaults. The client sends each request to both servers, as SGLang's router does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BACKENDS: Final = ("nixl", "kvferry")
 
 @dataclass(slots=True, kw_only=True)
 class SglangSetup(Setup):
-    """As `Setup`, with SGLang."""
+    """A `Setup` of SGLang servers."""
 
     _bootstrap_port: int = 0
     _rooms: itertools.count[int] = field(default_factory=lambda: itertools.count(_FIRST_ROOM))
@@ -36,7 +36,7 @@ class SglangSetup(Setup):
         """Start all servers without waiting for them.
 
         Raises:
-            ValueError: SGLang has no such setup.
+            ValueError: The setup's name is unknown.
         """
         self._begin_s = time.monotonic()
         serving = self.serving
@@ -55,11 +55,11 @@ class SglangSetup(Setup):
         return 0
 
     async def send(self, prompts: Sequence[Sequence[int]], **options: Any) -> Load:
-        """Send prompts to the setup; see `send_load`."""
+        """Send prompts to the setup. Options are those of `send_load`."""
         return await send_load(self, prompts, **options)
 
     def body(self, prompt: Sequence[int], output_tokens: int) -> dict[str, Any]:
-        """Return a request, for all engines of the setup."""
+        """Return the body of one request, which all servers of the setup receive."""
         sampling = {"temperature": 0, "max_new_tokens": output_tokens, "ignore_eos": True}
         body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
         if self.name == "one":
@@ -86,11 +86,11 @@ async def send_load(
     has_token_ids: bool = False,
     patience_s: Mapping[int, float] = MappingProxyType({}),
 ) -> Load:
-    """As `bench.engine_load.send_load`, to one SGLang or to both of a pair. Answers always have token ids, and no text."""
+    """Send prompts as `bench.engine_load.send_load` does, to all servers of the setup. Answers have token ids, and no text."""
 
     async def ask(session: aiohttp.ClientSession, index: int, answer: Answer) -> None:
         body = setup.body(prompts[index], output_tokens)
-        # The last engine is the one that decodes.
+        # The last server decodes. Only its answer counts.
         others = [Answer(prompt_tokens=answer.prompt_tokens) for _ in setup.urls[1:]]
         asked = zip(setup.urls, [*others, answer], strict=True)
         await asyncio.gather(*(_ask(session, url, body, each) for url, each in asked))
@@ -120,7 +120,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]
                     answer.ttft_s = now_s - begin_s
                 last_s = now_s
                 answer.num_tokens = content["meta_info"]["completion_tokens"]
-                is_whole = len(found) == answer.num_tokens  # otherwise only those since the last chunk
+                is_whole = len(found) == answer.num_tokens  # otherwise, the ids are those since the last chunk
                 answer.token_ids = found if is_whole else answer.token_ids + found
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         answer.error = f"{type(error).__name__}: {error}"

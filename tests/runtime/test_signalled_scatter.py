@@ -1,4 +1,4 @@
-"""The wait of a stream for a signal ends by itself, on a copy queue whose device is faked: in every case after the time limit."""
+"""The wait of a stream for a signal ends after the time limit in every case. The copy queue's device is faked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LATE_S = 20 * SIGNAL_LIMIT_S
 
 
 class Stream:
-    """A stream that waits for the word of a signal. CUDA compares cyclically: the difference is at least 0 as a signed number."""
+    """A stream that waits for the word of a signal. CUDA compares cyclically: the signed difference must be at least 0."""
 
     cuda_stream = 0
 
@@ -40,7 +40,7 @@ class Stream:
 
 
 class Piece:
-    """A copy whose launch is `launch`."""
+    """A copy that calls `launch` when its scatter is launched."""
 
     def __init__(self, launch: Callable[[], None]) -> None:
         self._launch = launch
@@ -58,7 +58,7 @@ class Piece:
 
 
 class Ends:
-    """A gather that has begun, and the scatter behind it."""
+    """Both ends of a signal: a gather that has begun, and the queue of the scatter behind it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         memory = shared_memory(NUM_BYTES)
@@ -99,7 +99,7 @@ class Ends:
         return done
 
     def until_woken(self, limit_s: float) -> bool:
-        """Do as a call of CUDA does that returns only when the stream is done."""
+        """Block like a call of CUDA that returns only when the stream is done. Return whether it is."""
         begun_s = time.monotonic()
         while not self.stream.query() and time.monotonic() - begun_s < limit_s:
             time.sleep(0.001)
@@ -111,9 +111,9 @@ async def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
     return Ends(monkeypatch)
 
 
-async def test_a_gather_that_ends_is_scattered(ends: Ends) -> None:
+async def test_the_scatter_follows_the_end_of_the_gather(ends: Ends) -> None:
     done = ends.scatter()
-    assert ends.piece.calls == ["upload", "scatter"]  # new memory for tables is never behind the wait
+    assert ends.piece.calls == ["upload", "scatter"]  # memory for the tables is allocated before the wait
     ends.gather.end(0, ctypes.addressof(ends.total))
     assert await asyncio.wait_for(done, 20) is True
     assert not ends.crashes and ends.queue.close(5)
@@ -148,7 +148,7 @@ async def test_a_call_that_holds_the_gil_does_not_keep_a_stream_waiting(ends: En
 
 
 async def test_a_writer_that_sets_the_word_back_does_not_keep_a_stream_waiting(ends: Ends) -> None:
-    """The host has seen the end; then the device reads a number that is lower for it."""
+    """The host accepts the number as the end. For the device, which compares cyclically, the number is lower."""
     done = ends.scatter()
     address, value = ends.arrival.awaited_end
     ctypes.c_uint64.from_address(address).value = value + 2**63

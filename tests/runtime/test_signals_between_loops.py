@@ -1,4 +1,4 @@
-"""Loops of both ends over `cuda_ipc` with signals, on faked devices: KV arrives, and nothing is watched or open at the end."""
+"""Loops of both ends over `cuda_ipc` with signals, on faked devices: KV arrives, and no watch or entry stays open."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LOOK_S = 0.0005
 
 
 class SignallingQueue(HostCopyQueue):
-    """Copies in host memory whose gathers take some time, and send signals as a stream of a device does."""
+    """Copies in host memory. Gathers take some time, and send signals like a stream of a device."""
 
     chance: random.Random
-    give_up: float  # share of signals
+    give_up: float  # share of signals that are given up
     num_used: int
     num_given_up: int
 
@@ -84,7 +84,7 @@ def readers_of(pair: Pair) -> list[SignalReader]:
 
 
 async def all_ended(pair: Pair, readers: list[SignalReader]) -> None:
-    """Nothing is awaited, and each entry that was taken is closed."""
+    """Wait until the loops are idle. Then no grant is watched, and each entry that was taken is closed."""
     for receiver in pair.pair._receivers:  # noqa: SLF001
         loop = receiver.loop
         while not loop.is_idle:
@@ -92,7 +92,7 @@ async def all_ended(pair: Pair, readers: list[SignalReader]) -> None:
         assert not loop._awaited and not loop._signals  # noqa: SLF001
         assert not loop._watch._num_awaited and not loop._watch._readers  # noqa: SLF001
     for reader in readers:
-        while reader._num_taken != reader._num_closed:  # noqa: SLF001  # taken by the thread, and on their way to the loop
+        while reader._num_taken != reader._num_closed:  # noqa: SLF001  # signals between the thread and the loop
             await asyncio.sleep(_LOOK_S)
 
 
@@ -109,7 +109,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("faked")
 async def test_without_compiled_code_signals_are_stopped_and_prompts_arrive_by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that needs the GIL to end the wait of a stream may never get it, see `test_signalled_scatter`."""
+    """A thread that needs the GIL to end the wait of a stream may never get it (see `test_signalled_scatter`)."""
     monkeypatch.setattr(receive_loop, "IS_BUILT", False)
     pair = Pair()
     async with asyncio.timeout(20), pair.pair:
@@ -125,7 +125,7 @@ async def test_without_compiled_code_signals_are_stopped_and_prompts_arrive_by_m
 @pytest.mark.parametrize("give_up", [0.0, 0.2])
 @pytest.mark.parametrize("seed", range(2))
 async def test_prompts_arrive_and_nothing_is_left(seed: int, give_up: float) -> None:
-    """Prompts one after the other and at once, some of which are cancelled on their way."""
+    """Prompts run one after the other and two at once. Some are cancelled during the transfer."""
     chance = SignallingQueue.chance = random.Random(seed)
     SignallingQueue.give_up = give_up
     pair = Pair()

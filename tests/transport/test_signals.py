@@ -1,4 +1,4 @@
-"""Signals of a writer's stream: entries in order, digests, entries used again, and writers that do too much."""
+"""Signals of a writer's stream: order, digests, reuse of entries, and writers that break the rules."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from transfer.transport.signals import NUM_BYTES, NUM_ENTRIES, SignalReader, Sig
 
 
 class Ends:
-    """Both ends, on one memory. The writer's stream is done at once."""
+    """Both ends on the same memory. The writer's stream runs its work at once."""
 
     def __init__(self) -> None:
         memory = shared_memory(NUM_BYTES)
         self.writer, self.reader = SignalWriter(HostWords(memory)), SignalReader(HostWords(memory))
-        self._total = ctypes.c_uint64(2**64 - 3)  # the next digest wraps round
+        self._total = ctypes.c_uint64(2**64 - 3)  # the next sum wraps around
 
     def gather(self, grant: int, digest: int) -> bool:
         signal, address = self.writer.of(grant), ctypes.addressof(self._total)
@@ -35,7 +35,7 @@ def test_gathers_are_reported_in_order_each_with_its_own_digest() -> None:
     assert ends.reader.take() == []
 
 
-def test_the_words_that_are_waited_for_have_their_values_then() -> None:
+def test_awaited_words_reach_their_values_at_begin_and_end() -> None:
     ends = Ends()
     for number in range(1, 2 * NUM_ENTRIES):
         assert ends.reader.awaited is not None and not ends.reader.is_near
@@ -56,7 +56,7 @@ def test_the_words_that_are_waited_for_have_their_values_then() -> None:
 
 
 def test_a_given_up_signal_ends_the_wait_and_its_writer_sends_a_message() -> None:
-    """Otherwise the message of a gather that takes longer than the wait would follow after `repeat_after_s`."""
+    """Otherwise the message of a gather that takes longer than the wait would follow only after `repeat_after_s`."""
     ends = Ends()
     signal = ends.writer.of(8)
     signal.begin(0, ctypes.addressof(ctypes.c_uint64()))
@@ -80,7 +80,7 @@ def test_the_end_of_a_wait_can_be_written_again() -> None:
 
 
 def test_without_a_free_entry_no_signal_is_sent_and_later_ones_are() -> None:
-    """Entries are closed in any order, and used again only behind the oldest open one."""
+    """Entries are closed in any order. An entry is reused only when all earlier entries are closed."""
     ends = Ends()
     for grant in range(NUM_ENTRIES):
         assert ends.gather(grant, grant)
@@ -101,11 +101,11 @@ def test_a_stopped_writer_sends_no_more() -> None:
     assert ends.gather(1, 1)
     ends.reader.stop()
     assert not ends.gather(2, 2)
-    assert ends.reader.take() == [] and ends.reader.awaited is None  # also those that it has sent
+    assert ends.reader.take() == [] and ends.reader.awaited is None  # signals that were sent before are ignored, too
 
 
-def test_signals_go_on_after_a_pause_in_the_same_order() -> None:
-    """Also with one that was sent before the writer saw the stop."""
+def test_signals_continue_in_order_after_a_pause() -> None:
+    """Signals that were sent before the stop are included."""
     ends = Ends()
     signal = ends.writer.of(1)
     signal.begin(0, ctypes.addressof(ctypes.c_uint64()))
@@ -116,13 +116,13 @@ def test_signals_go_on_after_a_pause_in_the_same_order() -> None:
     assert [signal.grant for signal in ends.reader.take()] == [1, 3]
 
 
-def test_a_writer_that_ignores_the_limit_is_not_followed_beyond_it() -> None:
-    """It writes into entries that are in use: there are never more signals than entries, and never an endless look."""
+def test_a_writer_that_breaks_the_rules_is_not_followed() -> None:
+    """The reader returns at most one signal per entry, and never looks without end."""
     memory = shared_memory(NUM_BYTES)
     words, reader = HostWords(memory), SignalReader(HostWords(memory))
     for word in range(8, NUM_BYTES // 8):
         words.words[word] = 2**64 - 1
-    assert reader.take() == []  # numbers that are not the next one
+    assert reader.take() == []  # no number is the next one
     assert reader.is_stopped and reader.awaited is None  # a wait for that word would not wait
     for word in range(NUM_BYTES // 8):
         words.words[word] = 0

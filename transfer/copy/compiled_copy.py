@@ -134,13 +134,14 @@ def _described(view: Tensor, buffer: WireBuffer) -> tuple[int, ...]:
 def wait_for_words(
     words: Sequence[tuple[int, int]], *, timeout_s: float, most_pause_s: float, last: Sequence[tuple[int, int]] = ()
 ) -> bool:
-    """Wait until the 64-bit word at one of the addresses is at least its value. Return False after the timeout.
+    """Wait until one of the 64-bit words has reached its value. Return False after the timeout.
 
     Looks with pauses of a sixteenth of the time waited so far, and of at most `most_pause_s`. The compiled code does not hold the
     GIL: a thread that shares it with an engine can wait for it for milliseconds, or for as long as a stream waits for a word.
 
     Args:
-        last: Words to write after the timeout, in this order: addresses and values.
+        words: Addresses, and for each the least value that ends the wait.
+        last: Addresses and values of words to write after the timeout, in this order.
     """
     if _host_copy is not None:
         limits = (int(timeout_s * 1e9), int(_LEAST_PAUSE_S * 1e9), int(most_pause_s * 1e9))

@@ -5,12 +5,12 @@ asynchronous copy. The waiting thread sleeps without the interpreter's lock: in 
 looks. Each peer has a stream, because a peer whose device takes bytes slowly (a direct session's gather stores over the link)
 must not delay the others.
 
-The kernels of a copy add its digest to the stream's one sum, which is read before and after, so that nothing has to be cleared.
+The kernels of a copy add its digest to the one sum of the stream. The sum is read before and after, so nothing has to be cleared.
 
-With a signal, a gather's stream writes words at its begin and its end, and the scatter is queued behind the second word
-(`transfer.transport.signals`). No stream waits longer than `SIGNAL_LIMIT_S`: then the host writes the word.
+With a signal, a gather's stream writes words at the start and the end of the gather, and the scatter is queued behind the second
+word (`transfer.transport.signals`). No stream waits longer than `SIGNAL_LIMIT_S`, because the host then writes the word.
 
-Kernels that were not compiled at attach are compiled on a separate thread: it can take seconds.
+Kernels that were not compiled at attach are compiled on a separate thread, because that can take seconds.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class DeviceCopyQueue:
         signal: GatherSignal | None = None,
     ) -> None:
         def launch(peer_stream: _PeerStream) -> None:
-            # If the gather begins at once, its message comes earlier than the target's next look at the signal.
+            # If the gather begins at once, its message arrives before the target's next look at the signal.
             is_pending = isinstance(after, torch.cuda.Event) and not after.query()
             sent = signal if is_pending else None
 
@@ -145,12 +145,12 @@ class DeviceCopyQueue:
     def _scatter_behind(
         self, piece: PieceCopy, source: Tensor, algorithm: str, peer: int, on_done: OnScattered, signal: ArrivalSignal
     ) -> None:
-        """Queue a scatter behind the end of the gather that the signal reports."""
+        """Queue a scatter behind the end of the signalled gather."""
         is_given_up = False
 
         def wait() -> None:
             nonlocal is_given_up
-            # The compiled code gives up by itself. A thread that holds the GIL in a call of CUDA can be waiting for the stream.
+            # The compiled code gives up without the GIL: a thread that holds it in a call of CUDA can be waiting for the stream.
             is_given_up = not wait_for_words(
                 [signal.awaited_end], timeout_s=SIGNAL_LIMIT_S, most_pause_s=_MAX_PAUSE_S, last=signal.giving_up
             )
@@ -162,7 +162,7 @@ class DeviceCopyQueue:
 
         def launch(peer_stream: _PeerStream) -> None:
             def copy(total: Tensor) -> None:
-                piece.upload()  # its memory can be new: that must not wait for the stream
+                piece.upload()  # before the wait: an allocation must not wait for the stream
                 signal.wait_on(peer_stream.stream.cuda_stream)
                 piece.scatter(source, digest=total)
 
@@ -199,7 +199,7 @@ class DeviceCopyQueue:
         *,
         is_gather: bool,
     ) -> None:
-        """Launch now, or when the piece's kernels are compiled; never after the session was closed, whose memory may be gone."""
+        """Launch now, or when the piece's kernels are compiled. After the session was closed, never: its memory may be gone."""
         if algorithm != DIGEST_WORDS:
             raise LocalProtocolError(f"digest algorithm is {algorithm}; copies on {self._device} make {DIGEST_WORDS}")
         peer_stream = self._peers.get(peer) or self._open(peer)
@@ -228,16 +228,16 @@ class DeviceCopyQueue:
         """Queue a copy, and wait for its end on the peer's thread.
 
         Args:
-            wait: Called on that thread before, if the stream waits for a word. It begins before the copy is queued: a launch
-                that waits for the stream (of a new kernel, or for memory) must not keep it from ending the stream's wait.
+            wait: If the stream waits for a word, called on that thread before it waits for the copy. It begins before the copy
+                is queued, because the launch itself (of a new kernel, or one that needs memory) can wait for the stream.
             end_wait: Called at each look at the end of the copy.
         """
         outcome = peer_stream.free.popleft() if peer_stream.free else _new_outcome()
         is_queued, has_failed, queued_s = threading.Event(), False, 0.0
 
         def work() -> tuple[int, float, float] | None:
-            # The copy begins when the stream is free and the engine is done, which may take far longer than the copy. (Events
-            # with timing would cost each copy two more calls.)
+            # The copy begins when the stream is free and the engine is done, which may take far longer than the copy. Events
+            # with timing would cost each copy two more calls.
             if wait is not None:
                 wait()
                 is_queued.wait()
@@ -268,7 +268,7 @@ class DeviceCopyQueue:
                 outcome.cell.copy_(peer_stream.sum, non_blocking=True)
                 outcome.end.record(peer_stream.stream)
         except Exception as error:
-            # As for a copy on a thread. Its queued part would count to the digest of the next copy, so there must be no next one.
+            # As for a copy on a thread. The queued part would be added to the digest of the next copy, so no copy may follow.
             has_failed = True
             is_queued.set()
             self._on_crash(error)
@@ -291,10 +291,10 @@ class DeviceCopyQueue:
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream that nobody else has.
+    """Return a stream that no other code uses.
 
-    torch hands out 32 streams in turn. A stream can wait for the end of a peer's gather, and must not be the engine's, too.
-    Without cuda-bindings there are no such waits.
+    torch returns 32 streams in turn. A stream that waits for the end of a peer's gather must not be the engine's, too.
+    Without cuda-bindings, no stream waits for a peer.
     """
     try:
         handle = process_cuda().create_stream(torch.cuda.current_device())
@@ -310,9 +310,9 @@ def _new_outcome() -> _Outcome:
 
 
 def _wait_through(copy_end: torch.cuda.Event, begun_s: float, at_each_look: Callable[[], None]) -> None:
-    """Wait for the end of a copy that runs since `begun_s`.
+    """Wait for the end of a copy that has run since `begun_s`.
 
-    Looks with pauses: a thread that sleeps in the driver saw the end 135 us later than one that spins (two H200, virtual
+    Looks with pauses: a thread that slept in the driver saw the end 135 us later than a thread that spun (two H200, virtual
     machine), and a spinning thread takes a core from the engine. A pause is a share of the copy's time so far, so it adds at most
     that share.
     """

@@ -1,4 +1,4 @@
-"""A thread that watches the signals of a rank's writers while pieces are on their way."""
+"""A thread that watches the signals of a rank's writers while granted pieces are expected."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from transfer.copy.compiled_copy import wait_for_words
 from transfer.transport.signals import ArrivalSignal, SignalReader
 
 _WAIT_S = 1.0
-# Limits of the pauses. On a virtual machine, a look every 0.2 ms takes 11 % of a core, and one every 2 ms takes 2 %.
+# Maximum pauses between two looks. On a virtual machine, a look every 0.2 ms takes 11 % of a core, and one every 2 ms takes 2 %.
 _NEAR_PAUSE_S = 0.0002
 _FAR_PAUSE_S = 0.002
-_FULL_WAIT_S = 0.001  # while all entries of a session are in use: nothing reports when one is closed
+_FULL_WAIT_S = 0.001  # while all entries of a session are in use, because no word reports when one is closed
 
 
 class SignalWatch:
-    """Watches sessions between `begin` and `end`, until they are stopped. The thread sleeps while there are none, and begins
-    with the first one.
+    """Watches sessions between `begin` and `end`, except while their signals are stopped. The thread starts with the first
+    session, and sleeps while there is none.
 
     Args:
         on_signal: Called on the loop with the session and a gather that has begun.
@@ -38,12 +38,12 @@ class SignalWatch:
         self._changed = threading.Condition()
         self._readers: dict[int, SignalReader] = {}  # watched
         self._num_awaited: dict[int, int] = {}
-        self._changes = array("Q", [0])  # counted for the thread, which waits for this word, too
+        self._changes = array("Q", [0])  # number of changes: the thread waits for this word, too
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def begin(self, session: int, reader: SignalReader) -> None:
-        """Watch a session until `end` was called as often."""
+        """Watch a session until `end` was called as often as `begin`."""
         self._num_awaited[session] = self._num_awaited.get(session, 0) + 1
         if self._num_awaited[session] == 1:
             with self._changed:

@@ -1,8 +1,8 @@
-"""Signals: words in host memory by which a writer's stream reports that a gather into the target's ring begins and has ended.
+"""Signals: words in host memory in which a writer's stream reports the start and the end of a gather into the target's ring.
 
 Between two GPUs of one machine, the messages about a gather take longer than the gather. So the stream that gathers writes these
-words itself, and the target's stream waits for them (docs/adr/0083-signals-of-the-writers-stream.md). A signal says the same as
-`ChunkReady`. If one is missed, the message follows.
+words itself, and the target's stream waits for them (docs/adr/0083-signals-of-the-writers-stream.md). A signal replaces
+`ChunkReady`. If a signal is missed, the message follows.
 
 The memory belongs to the target, and both processes map it. It is a ring of entries, one for each gather, in the order of the
 writer's stream:
@@ -10,17 +10,17 @@ writer's stream:
 ====  =============  ==============================================================================================
 word  written by     contains
 ====  =============  ==============================================================================================
-0     writer's host  number of the entry, once its gather is queued: entries are numbered from 1
-1     writer's host  position at which the gather's grant begins; names the grant
+0     writer's host  number of the entry (from 1), once its gather is queued
+1     writer's host  position at which the gather's grant begins, which identifies the grant
 2     stream         the number, once the stream has reached the gather
 3     stream         sum of the stream's digests before the gather
-4     stream         the same after the gather: the difference is the digest
-5     stream         the number, once the gather has ended; the target writes it to give a signal up
+4     stream         sum after the gather; the difference is the gather's digest
+5     stream         the number, once the gather has ended; the target writes it to give up the signal
 ====  =============  ==============================================================================================
 
-Entry 0 is not used for gathers. The target writes its words. Word 0 is the number of entries that it has closed. A writer uses an
-entry again when the target has closed it, and sends no signal while all entries are in use, or once word 1 is not 0. Then the
-target ignores also the signals that are on their way, and the writer sends messages for their gathers.
+Entry 0 is not used for gathers. The target writes its words. Word 0 is the number of entries that it has closed, without gaps.
+A writer reuses an entry after the target has closed it. It sends no signal while all entries are in use. While word 1 is not 0,
+signals are stopped: the writer sends messages, also for gathers whose signals are on their way, and the target ignores those.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 SIGNAL_LIMIT_S: Final = 0.05
-"""Time that a stream may wait for the end of a gather that runs. Meanwhile, calls of the process that wait for the whole device,
-such as those that free memory, do not return (docs/adr/0083-signals-of-the-writers-stream.md)."""
+"""Maximum time that a stream waits for the end of a running gather. During the wait, calls of the process that wait for the whole
+device, such as those that free memory, do not return (docs/adr/0083-signals-of-the-writers-stream.md)."""
 
 SIGNAL_PAUSE_S: Final = 60.0
-"""Time without signals after one was given up. A device that is always slow then costs one wait a minute."""
+"""Time without signals after one was given up. So a device that is always slow causes one such wait per minute."""
 
 LAYOUT: Final = 1
-"""Version of the words. Both ends need the same one."""
+"""Version of the words. Both ends must use the same version."""
 
 NUM_BYTES: Final = 8192
 _WORD_BYTES: Final = 8
@@ -82,16 +82,16 @@ class SignalWriter:
         self._num_used = 0
 
     def of(self, grant: int) -> GatherSignal:
-        """Return the signal of a gather that is about to be queued into the grant that begins at position `grant`."""
+        """Return the signal of a gather that will be queued next, into the grant that begins at position `grant`."""
         return GatherSignal(self, grant)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the target takes no more signals."""
+        """Whether the target ignores signals at present."""
         return self._words.words[_IS_STOPPED] != 0
 
     def begin(self, grant: int, stream: int, total: int) -> int:
-        """Queue the first half of an entry. Return its number, or 0 if no signal can be sent."""
+        """Queue the words of an entry that precede the gather. Return its number, or 0 if no signal can be sent."""
         words = self._words.words
         if self.is_stopped or self._num_used - words[_NUM_CLOSED] >= NUM_ENTRIES:
             return 0
@@ -104,13 +104,13 @@ class SignalWriter:
         return number
 
     def end(self, number: int, stream: int, total: int) -> None:
-        """Queue the second half."""
+        """Queue the words of the entry that follow the gather."""
         self._words.copy(stream, _word(number, _TOTAL), total)
         self._words.write(stream, _word(number, _ENDED), number)
 
 
 class GatherSignal:
-    """The signal of one gather. Call `begin` and `end` before and after the gather is queued.
+    """The signal of one gather. Call `begin` before the gather is queued, and `end` after it.
 
     Args:
         stream, total: The stream, and the device address of the 64-bit sum of its digests.
@@ -123,7 +123,7 @@ class GatherSignal:
 
     @property
     def is_sent(self) -> bool:
-        """Whether there was an entry for it, and the target still takes signals."""
+        """Whether the signal has an entry, and the target still accepts signals."""
         return self._number > 0 and not self._writer.is_stopped
 
     def begin(self, stream: int, total: int) -> None:
@@ -135,11 +135,11 @@ class GatherSignal:
 
 
 class SignalReader:
-    """The target's end. One thread calls `awaited` and `take`; the rest belongs to the owner of the session.
+    """The target's end. One thread calls `awaited` and `take`. The owner of the session calls the other methods.
 
     Attributes:
-        words: The memory that the writer maps, too.
-        is_stopped: Whether signals are ignored from now on.
+        words: The memory, which the writer also maps.
+        is_stopped: Whether signals are ignored at present.
     """
 
     def __init__(self, words: DeviceWords) -> None:
@@ -152,13 +152,13 @@ class SignalReader:
 
     @property
     def is_near(self) -> bool:
-        """Whether the next gather is queued, behind a step of the engine at most. A grant can wait for far longer."""
+        """Whether the next gather is queued. It waits at most for a step of the engine, while a grant can wait far longer."""
         number = self._num_taken + 1
         return self.words.words[_word(number, _QUEUED)] == number
 
     @property
     def awaited(self) -> tuple[int, int] | None:
-        """The address of the word that changes next, and its value then. None while all entries are in use, and after `stop`."""
+        """The address of the word that changes next, and its new value. None while all entries are in use, and after `stop`."""
         number = self._num_taken + 1
         field = _BEGUN if self.is_near else _QUEUED
         unused = self._is_full or self.is_stopped
@@ -171,7 +171,7 @@ class SignalReader:
     def take(self) -> list[ArrivalSignal]:
         """Return the signals of the gathers that have begun since the last call, in order.
 
-        A writer that skips an entry is stopped. Otherwise the thread that waits for the entry would look without a pause.
+        If the writer skips an entry, signals are stopped. Otherwise the waiting thread would look without pauses.
         """
         found: list[ArrivalSignal] = []
         words = self.words.words
@@ -189,7 +189,7 @@ class SignalReader:
         return found
 
     def close(self, number: int) -> None:
-        """Let the writer use an entry again. Entries can be closed in any order."""
+        """Let the writer reuse an entry. Entries can be closed in any order."""
         self._closed.add(number)
         while self._num_closed + 1 in self._closed:
             self._num_closed += 1
@@ -197,12 +197,12 @@ class SignalReader:
         self.words.words[_NUM_CLOSED] = self._num_closed
 
     def stop(self) -> None:
-        """Tell the writer to send no more signals, and ignore those that it sends all the same."""
+        """Make the writer send no more signals, and ignore those that still arrive."""
         self.is_stopped = True
         self.words.words[_IS_STOPPED] = 1
 
     def resume(self) -> None:
-        """Take signals again, unless the writer has broken a rule."""
+        """Accept signals again, unless the writer has skipped an entry."""
         if not self._is_distrusted:
             self.words.words[_IS_STOPPED] = 0
             self.is_stopped = False
@@ -222,12 +222,12 @@ class ArrivalSignal:
         self._number = number
 
     def wait_on(self, stream: int) -> None:
-        """Let a stream wait for the end of the gather, or until `giving_up` is written."""
+        """Let a stream wait until the gather has ended, or `giving_up` is written."""
         self._words.wait(stream, _word(self._number, _ENDED), self._number)
 
     @property
     def awaited_end(self) -> tuple[int, int]:
-        """The address of the word that reports the end, and its value then."""
+        """The address of the word that reports the end, and its value after the end."""
         return self._words.address + _word(self._number, _ENDED) * _WORD_BYTES, self._number
 
     @property
@@ -238,16 +238,16 @@ class ArrivalSignal:
 
     @property
     def giving_up(self) -> list[tuple[int, int]]:
-        """The words that give the signal up, in the order of their writes: addresses and values.
+        """The words that give up the signal, in the order in which to write them: addresses and values.
 
-        The writer sends no more signals then, but a message when the gather ends. And the wait of a stream ends.
+        The first stops the writer's signals, so a message follows when the gather ends. The second ends the wait of a stream.
         """
         return [(self._words.address + _IS_STOPPED * _WORD_BYTES, 1), self.awaited_end]
 
     def end_wait(self) -> None:
-        """End the wait of a stream, also if the writer has set the word back since it reported the end."""
+        """End the wait of a stream, even if the writer has reset the word since it reported the end."""
         self._words.words[_word(self._number, _ENDED)] = self._number
 
     def close(self) -> None:
-        """Let the writer use the entry again. Call it once, when no stream waits for it any more."""
+        """Let the writer reuse the entry. Call this once, when no stream waits for the entry any more."""
         self._reader.close(self._number)
