@@ -92,6 +92,26 @@ async def test_a_stopped_session_is_not_looked_at(written: dict[int, int], monke
     sessions.watch.close()
 
 
+async def test_a_resumed_session_is_looked_at_again() -> None:
+    """Also if one of its grants has lasted through the whole pause, and no other session is watched."""
+    sessions = Sessions(1)
+    watch, reader = sessions.watch, sessions.readers[0]
+    watch.begin(0, reader)
+    sessions.gather(0, 10)
+    assert await sessions.next() == (0, 10)
+    reader.stop()
+    watch.begin(1, reader)  # so that the thread sees it
+    watch.end(1)
+    async with asyncio.timeout(20):
+        while not watch._changed._waiters:  # type: ignore[attr-defined]  # noqa: SLF001
+            await asyncio.sleep(0.01)
+    watch.resume(reader)
+    watch.begin(0, reader)
+    assert sessions.gather(0, 11)
+    assert await sessions.next() == (0, 11)
+    watch.close()
+
+
 async def test_more_gathers_than_entries_all_come() -> None:
     sessions = Sessions(1)
     sessions.watch.begin(0, sessions.readers[0])

@@ -9,6 +9,7 @@ import random
 from typing import Any
 
 import pytest
+import structlog
 import torch
 
 from tests.runtime.test_local_pair import DECODE, TOKENS, Pair
@@ -119,6 +120,61 @@ async def test_without_compiled_code_signals_are_stopped_and_prompts_arrive_by_m
         pair.assert_arrived("0", 0)
         await all_ended(pair, readers)
         assert all(reader.is_stopped for reader in readers) and not SignallingQueue.num_used
+
+
+@pytest.mark.usefixtures("faked")
+async def test_grants_of_a_pause_use_signals_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their writer sends a message only if no release comes for a second."""
+    monkeypatch.setattr(receive_loop, "SIGNAL_PAUSE_S", 2.0)
+    SignallingQueue.give_up = 1.0
+    pair = Pair()
+    async with asyncio.timeout(20), pair.pair:
+        readers = readers_of(pair)
+        pair.compute("0", 0)
+        await pair.pair.transfer("0", num_tokens=TOKENS, **pair.tables(0))
+        await all_ended(pair, readers)
+        assert all(reader.is_stopped for reader in readers)
+        SignallingQueue.give_up = 0.0
+        pair.compute("1", 1)
+        request = pair.pair.begin("1", num_tokens=TOKENS, **pair.tables(1))
+        rings = [receiver.loop.ring for receiver in pair.pair._receivers]  # noqa: SLF001
+        while not all(ring.num_live_grants for ring in rings):
+            await asyncio.sleep(_LOOK_S)
+        assert all(reader.is_stopped for reader in readers)
+        while any(reader.is_stopped for reader in readers):
+            await asyncio.sleep(_LOOK_S)
+        request.computed(TOKENS)
+        await request.wait()
+        pair.assert_arrived("1", 1)
+        await all_ended(pair, readers)
+        assert SignallingQueue.num_used
+
+
+@pytest.mark.usefixtures("faked")
+async def test_a_session_that_ends_before_a_scatter_is_queued_gives_no_signal_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy queue reports None then, too. The metric and the log line say that a device was slow."""
+    waiting: list[Any] = []
+    monkeypatch.setattr(SignallingQueue, "scatter", lambda queue, piece, source, **how: waiting.append(how))
+    pair = Pair()
+    async with asyncio.timeout(20), pair.pair:
+        pair.compute("0", 0)
+        request = pair.pair.begin("0", num_tokens=TOKENS, **pair.tables(0))
+        request.computed(TOKENS)
+        while not waiting:
+            await asyncio.sleep(_LOOK_S)
+        for session in {how["peer"] for how in waiting}:
+            for receiver in pair.pair._receivers:  # noqa: SLF001
+                receiver.loop.close_session(session, "the link is lost")
+            for sender in pair.pair._senders:  # noqa: SLF001
+                sender.loop.close_session(session, "the link is lost")
+        with structlog.testing.capture_logs() as lines:
+            for how in waiting:
+                if how["signal"] is not None:
+                    how["signal"].close()
+                how["on_done"](None, 0.0)
+        with pytest.raises(TransferAborted):
+            await request.wait()
+        assert not [line for line in lines if line["event"] == "signal_given_up"]
 
 
 @pytest.mark.usefixtures("faked")

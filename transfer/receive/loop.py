@@ -378,7 +378,7 @@ class ReceiverLoop:
         piece = action.piece
         self._to_prepare[piece.grant.begin] = piece
         session = self._sessions.get(piece.session)
-        if session is not None and session.signal_reader is not None and not session.signal_reader.is_stopped:
+        if session is not None and session.signal_reader is not None:  # stopped or not: its pause can end before the gather
             self._awaited.setdefault(piece.request_id, {})[piece.grant.begin] = piece.session
             self._watch.begin(piece.session, session.signal_reader)
 
@@ -429,10 +429,11 @@ class ReceiverLoop:
                         bytes=piece.num_bytes,
                         seconds=seconds,
                     )
-            elif is_intact is None:
-                if (session := self._sessions.get(piece.session)) is not None and session.signal_reader is not None:
-                    session.signal_reader.stop()  # no stream waits for messages
-                    self._loop.call_later(SIGNAL_PAUSE_S, session.signal_reader.resume)
+            elif is_intact is None and piece.session in self._sessions:  # a session that is over is no fault of the device
+                reader = self._sessions[piece.session].signal_reader
+                if reader is not None and not reader.is_stopped:
+                    reader.stop()  # no stream waits for messages
+                    self._loop.call_later(SIGNAL_PAUSE_S, self._watch.resume, reader)
                 self._metrics.counter("signals_given_up").inc()
                 log.warning("signal_given_up", request_id=request_id, session=piece.session, limit_s=SIGNAL_LIMIT_S)
             self._pump.feed(protocol.ScatterFinished(grant=grant, is_intact=is_intact))

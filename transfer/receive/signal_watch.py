@@ -62,6 +62,12 @@ class SignalWatch:
                 del self._readers[session]
                 self._wake()
 
+    def resume(self, reader: SignalReader) -> None:
+        """Take the signals of a stopped session again, see `SignalReader.resume`."""
+        with self._changed:
+            reader.resume()
+            self._wake()
+
     def close(self) -> None:
         """End the thread."""
         with self._changed:
