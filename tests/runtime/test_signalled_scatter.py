@@ -7,7 +7,9 @@ import contextlib
 import ctypes
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,3 +168,29 @@ async def test_a_launch_that_fails_reports_nothing_but_the_crash(ends: Ends) -> 
     assert await asyncio.to_thread(ends.queue.close, 5)
     await asyncio.sleep(0)
     assert not done.done()
+
+
+async def test_the_next_queue_of_a_process_uses_the_streams_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that changes its role creates other queues. Nothing frees a stream."""
+    created: list[int] = []
+
+    class NewStream:
+        def wait_stream(self, stream: object) -> None:
+            return
+
+    def create_stream(device: int) -> int:
+        created.append(device)
+        return device
+
+    monkeypatch.setattr(device_copy_queue, "_idle_streams", defaultdict(list), raising=False)
+    monkeypatch.setattr(device_copy_queue, "process_cuda", lambda: SimpleNamespace(create_stream=create_stream))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: NewStream())
+    for _ in range(3):
+        queue = DeviceCopyQueue("scatter", torch.device("cpu"), asyncio.get_running_loop(), lambda error: None)
+        streams = [queue._open(peer).stream for peer in range(2)]  # noqa: SLF001
+        assert streams[0] is not streams[1]
+        assert queue.close(5)
+    assert len(created) == 2

@@ -16,9 +16,10 @@ Kernels that were not compiled at attach are compiled on a separate thread, beca
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,9 @@ from transfer.transport.signals import SIGNAL_LIMIT_S, ArrivalSignal, GatherSign
 from transfer.worker_thread import WorkerThread
 
 _MASK = 2**64 - 1
+
+_idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+"""Streams of peers that have left. They belong to the process, because a change of role creates other queues."""
 
 _LOOK_SHARE = 1 / 20
 _MIN_PAUSE_S = 20e-6
@@ -83,7 +87,6 @@ class DeviceCopyQueue:
         self._on_crash = on_crash
         self._compiler = WorkerThread(f"{name}-compiler", loop, on_crash)
         self._peers: dict[int, _PeerStream] = {}
-        self._idle_streams: list[torch.cuda.Stream] = []  # of peers that have left
         self._closing: list[WorkerThread] = []
 
     def gather(
@@ -177,7 +180,7 @@ class DeviceCopyQueue:
     def forget(self, peer: int) -> None:
         ended = self._peers.pop(peer, None)
         if ended is not None:
-            ended.waiter.submit(lambda: None, lambda _: self._idle_streams.append(ended.stream))
+            ended.waiter.submit(lambda: _idle_streams[self._device].append(ended.stream), lambda _: None)
             ended.waiter.finish()
             self._closing = [thread for thread in self._closing if thread.is_alive]
             self._closing.append(ended.waiter)
@@ -282,7 +285,7 @@ class DeviceCopyQueue:
         with torch.cuda.device(self._device):
             # Created on the current stream, and written before the stream reads it.
             total = torch.zeros(1, dtype=torch.int64, device=self._device)
-            stream = self._idle_streams.pop() if self._idle_streams else _new_stream(self._device)
+            stream = _new_stream(self._device)
             stream.wait_stream(torch.cuda.current_stream(self._device))
         found = self._peers[peer] = _PeerStream(
             stream=stream, waiter=WorkerThread(f"{self._name}-{len(self._peers)}", self._loop, self._on_crash), sum=total
@@ -291,11 +294,13 @@ class DeviceCopyQueue:
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream that no other code uses.
+    """Return a stream that no other code uses, and that has no copies under way.
 
     torch returns 32 streams in turn. A stream that waits for the end of a peer's gather must not be the engine's, too.
     Without cuda-bindings, no stream waits for a peer.
     """
+    with contextlib.suppress(IndexError):
+        return _idle_streams[device].pop()
     try:
         handle = process_cuda().create_stream(torch.cuda.current_device())
     except ConfigError:
