@@ -14,7 +14,8 @@ setup(
             sources=[SOURCE],
             # `transfer.copy.compiled_copy` does not use code that was built from another version of the file.
             define_macros=[("SOURCE_HASH", f'"{hashlib.sha256(Path(SOURCE).read_bytes()).hexdigest()}"')],
-            extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wextra"],
+            extra_compile_args=["-O3", "-std=gnu11", "-pthread", "-Wall", "-Wextra"],
+            extra_link_args=["-pthread"],
             py_limited_api=True,
             optional=True,  # without a compiler or Python's headers, copies are NumPy's (transfer/copy/host_copy.py)
         )

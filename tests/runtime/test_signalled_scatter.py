@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import threading
+import os
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,12 +18,14 @@ import torch
 
 from tests.transport.host_cuda import HostWords
 from transfer.copy import compiled_copy, device_copy_queue
+from transfer.copy.compiled_copy import WaitLimit
 from transfer.copy.device_copy_queue import DeviceCopyQueue
 from transfer.copy.digest import DIGEST_WORDS
 from transfer.transport.shared_memory import shared_memory
 from transfer.transport.signals import NUM_BYTES, SIGNAL_LIMIT_S, ArrivalSignal, SignalReader, SignalWriter
 from transfer.worker_thread import WorkerThread
 
+pytestmark = pytest.mark.skipif(not compiled_copy.IS_BUILT, reason="transfer.copy._host_copy is not built: make setup builds it")
 _LATE_S = 20 * SIGNAL_LIMIT_S
 
 
@@ -78,11 +81,11 @@ class Ends:
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         loop = asyncio.get_running_loop()
         self.queue = DeviceCopyQueue("scatter", torch.device("cpu"), loop, self.crashes.append)
-        waiter = WorkerThread("scatter", loop, self.crashes.append)
+        self.waiter = WorkerThread("scatter", loop, self.crashes.append)
         peer_stream = device_copy_queue._PeerStream  # noqa: SLF001
         self.queue._peers[1] = peer_stream(  # noqa: SLF001
             stream=self.stream,  # type: ignore[arg-type]
-            waiter=waiter,
+            waiter=self.waiter,
             sum=torch.zeros(1, dtype=torch.int64),
         )
 
@@ -130,23 +133,30 @@ async def test_a_launch_that_waits_for_the_stream_returns_after_the_limit(ends: 
     assert not ends.crashes and ends.queue.close(5)
 
 
-async def test_a_call_that_holds_the_gil_does_not_keep_a_stream_waiting(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not compiled_copy.IS_BUILT:
-        pytest.skip("transfer.copy._host_copy is not built: make setup builds it")
-    waits = threading.Event()
-
-    def wait(*words: Any, **limits: Any) -> bool:
-        waits.set()
-        return compiled_copy.wait_for_words(*words, **limits)
-
-    monkeypatch.setattr(device_copy_queue, "wait_for_words", wait)
+@pytest.mark.parametrize("is_waiter_busy", [False, True])
+async def test_a_call_that_holds_the_gil_does_not_keep_a_stream_waiting(ends: Ends, is_waiter_busy: bool) -> None:
+    """Also if the peer's thread needs the GIL to begin with the scatter, or is busy with the copy before."""
+    if is_waiter_busy:
+        ends.waiter.submit(lambda: time.sleep(SIGNAL_LIMIT_S / 2), lambda _: None)
     done = ends.scatter()
-    assert await asyncio.to_thread(waits.wait, 20)
-    await asyncio.sleep(SIGNAL_LIMIT_S / 5)
-    ctypes.PyDLL(None).usleep(int(4 * SIGNAL_LIMIT_S * 1e6))
-    assert ends.stream.query()
+    ctypes.PyDLL(None).usleep(int(10 * SIGNAL_LIMIT_S * 1e6))
+    is_ended = ends.stream.query()
     assert await asyncio.wait_for(done, 20) is None
-    assert ends.queue.close(5)
+    assert is_ended and ends.queue.close(5)
+
+
+async def test_a_forked_process_has_limits_of_its_own(ends: Ends) -> None:
+    """It has no thread of its parent, and ends no limit of its parent's."""
+    limit = WaitLimit(ends.arrival.awaited_end, limit_s=60, last=(), keeps=ends)
+    child = os.fork()
+    if not child:
+        words = array("Q", [0])
+        address, _ = words.buffer_info()
+        WaitLimit((address, 1), limit_s=0.01, last=[(address, 7)], keeps=words)
+        limit.end()
+        os._exit(0 if compiled_copy.wait_for_words([(address, 7)], timeout_s=20, most_pause_s=0.01) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not limit.end()
 
 
 async def test_a_writer_that_sets_the_word_back_does_not_keep_a_stream_waiting(ends: Ends) -> None:

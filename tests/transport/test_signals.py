@@ -69,16 +69,6 @@ def test_a_given_up_signal_ends_the_wait_and_its_writer_sends_a_message() -> Non
     assert not signal.is_sent
 
 
-def test_the_end_of_a_wait_can_be_written_again() -> None:
-    ends = Ends()
-    assert ends.gather(8, 1)
-    (arrival,) = ends.reader.take()
-    address, value = arrival.awaited_end
-    ctypes.c_uint64.from_address(address).value = 0
-    arrival.end_wait()
-    assert ctypes.c_uint64.from_address(address).value == value
-
-
 def test_without_a_free_entry_no_signal_is_sent_and_later_ones_are() -> None:
     """Entries are closed in any order. An entry is reused only when all earlier entries are closed."""
     ends = Ends()

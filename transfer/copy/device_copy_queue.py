@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transfer.copy.compiled_copy import wait_for_words
+from transfer.copy.compiled_copy import WaitLimit, wait_for_words
 from transfer.copy.digest import DIGEST_WORDS
 from transfer.copy.piece_copier import OnGathered, OnScattered, PieceCopy
 from transfer.engine_types import DeviceEvent
@@ -149,27 +148,25 @@ class DeviceCopyQueue:
         self, piece: PieceCopy, source: Tensor, algorithm: str, peer: int, on_done: OnScattered, signal: ArrivalSignal
     ) -> None:
         """Queue a scatter behind the end of the signalled gather."""
-        is_given_up = False
-
-        def wait() -> None:
-            nonlocal is_given_up
-            # The compiled code gives up without the GIL: a thread that holds it in a call of CUDA can be waiting for the stream.
-            is_given_up = not wait_for_words(
-                [signal.awaited_end], timeout_s=SIGNAL_LIMIT_S, most_pause_s=_MAX_PAUSE_S, last=signal.giving_up
-            )
-
-        def compare(found: int, begun_s: float, ended_s: float) -> None:
-            is_intact = None if is_given_up else found == signal.digest
-            signal.close()
-            on_done(is_intact, ended_s - begun_s)
 
         def launch(peer_stream: _PeerStream) -> None:
+            # Before the launch, which can wait for the stream itself: that of a new kernel, or one that needs memory.
+            limit = WaitLimit(signal.awaited_end, limit_s=SIGNAL_LIMIT_S, last=signal.giving_up, keeps=signal)
+
+            def wait() -> None:
+                wait_for_words([signal.awaited_end], timeout_s=2 * SIGNAL_LIMIT_S, most_pause_s=_MAX_PAUSE_S)
+
+            def compare(found: int, begun_s: float, ended_s: float) -> None:
+                is_intact = None if limit.end() else found == signal.digest
+                signal.close()
+                on_done(is_intact, ended_s - begun_s)
+
             def copy(total: Tensor) -> None:
                 piece.upload()  # before the wait: an allocation must not wait for the stream
                 signal.wait_on(peer_stream.stream.cuda_stream)
                 piece.scatter(source, digest=total)
 
-            self._queue(peer_stream, None, copy, compare, wait, signal.end_wait)
+            self._queue(peer_stream, None, copy, compare, wait)
 
         def give_up() -> None:
             signal.close()
@@ -226,42 +223,13 @@ class DeviceCopyQueue:
         copy: Callable[[Tensor], None],
         on_done: OnGathered,
         wait: Callable[[], None] | None = None,
-        end_wait: Callable[[], None] = lambda: None,
     ) -> None:
         """Queue a copy, and wait for its end on the peer's thread.
 
         Args:
-            wait: If the stream waits for a word, called on that thread before it waits for the copy. It begins before the copy
-                is queued, because the launch itself (of a new kernel, or one that needs memory) can wait for the stream.
-            end_wait: Called at each look at the end of the copy.
+            wait: If the stream waits for a word, called on that thread before it waits for the copy.
         """
         outcome = peer_stream.free.popleft() if peer_stream.free else _new_outcome()
-        is_queued, has_failed, queued_s = threading.Event(), False, 0.0
-
-        def work() -> tuple[int, float, float] | None:
-            # The copy begins when the stream is free and the engine is done, which may take far longer than the copy. Events
-            # with timing would cost each copy two more calls.
-            if wait is not None:
-                wait()
-                is_queued.wait()
-            if has_failed:
-                return None
-            begun_s = max(queued_s, peer_stream.last_end_s) if wait is None else time.monotonic()
-            if after is not None and not outcome.begin.query():
-                outcome.begin.synchronize()
-                begun_s = time.monotonic()
-            _wait_through(outcome.end, begun_s, end_wait)
-            end_s, total = time.monotonic(), int(outcome.cell) & _MASK
-            digest, peer_stream.last_sum, peer_stream.last_end_s = (total - peer_stream.last_sum) & _MASK, total, end_s
-            return digest, begun_s, end_s
-
-        def done(result: tuple[int, float, float] | None) -> None:
-            if result is not None:
-                peer_stream.free.append(outcome)
-                on_done(*result)
-
-        if wait is not None:
-            peer_stream.waiter.submit(work, done)
         try:
             with torch.cuda.stream(peer_stream.stream):  # and its device with it
                 if after is not None:
@@ -272,14 +240,29 @@ class DeviceCopyQueue:
                 outcome.end.record(peer_stream.stream)
         except Exception as error:
             # As for a copy on a thread. The queued part would be added to the digest of the next copy, so no copy may follow.
-            has_failed = True
-            is_queued.set()
             self._on_crash(error)
             return
         queued_s = time.monotonic()
-        is_queued.set()
-        if wait is None:
-            peer_stream.waiter.submit(work, done)
+
+        def work() -> tuple[int, float, float]:
+            # The copy begins when the stream is free and the engine is done, which may take far longer than the copy. Events
+            # with timing would cost each copy two more calls.
+            if wait is not None:
+                wait()
+            begun_s = max(queued_s, peer_stream.last_end_s) if wait is None else time.monotonic()
+            if after is not None and not outcome.begin.query():
+                outcome.begin.synchronize()
+                begun_s = time.monotonic()
+            _wait_through(outcome.end, begun_s)
+            end_s, total = time.monotonic(), int(outcome.cell) & _MASK
+            digest, peer_stream.last_sum, peer_stream.last_end_s = (total - peer_stream.last_sum) & _MASK, total, end_s
+            return digest, begun_s, end_s
+
+        def done(result: tuple[int, float, float]) -> None:
+            peer_stream.free.append(outcome)
+            on_done(*result)
+
+        peer_stream.waiter.submit(work, done)
 
     def _open(self, peer: int) -> _PeerStream:
         with torch.cuda.device(self._device):
@@ -314,7 +297,7 @@ def _new_outcome() -> _Outcome:
     return _Outcome(cell=cell, begin=make_event(blocking=True), end=make_event())
 
 
-def _wait_through(copy_end: torch.cuda.Event, begun_s: float, at_each_look: Callable[[], None]) -> None:
+def _wait_through(copy_end: torch.cuda.Event, begun_s: float) -> None:
     """Wait for the end of a copy that has run since `begun_s`.
 
     Looks with pauses: a thread that slept in the driver saw the end 135 us later than a thread that spun (two H200, virtual
@@ -322,7 +305,6 @@ def _wait_through(copy_end: torch.cuda.Event, begun_s: float, at_each_look: Call
     that share.
     """
     while not copy_end.query():
-        at_each_look()
         time.sleep(min(max((time.monotonic() - begun_s) * _LOOK_SHARE, _MIN_PAUSE_S), _MAX_PAUSE_S))
 
 

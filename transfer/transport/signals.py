@@ -244,10 +244,6 @@ class ArrivalSignal:
         """
         return [(self._words.address + _IS_STOPPED * _WORD_BYTES, 1), self.awaited_end]
 
-    def end_wait(self) -> None:
-        """End the wait of a stream, even if the writer has reset the word since it reported the end."""
-        self._words.words[_word(self._number, _ENDED)] = self._number
-
     def close(self) -> None:
         """Let the writer reuse the entry. Call this once, when no stream waits for the entry any more."""
         self._reader.close(self._number)
