@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import subprocess
+import sys
 import time
 from array import array
 from collections import defaultdict
@@ -157,6 +159,23 @@ async def test_a_forked_process_has_limits_of_its_own(ends: Ends) -> None:
         os._exit(0 if compiled_copy.wait_for_words([(address, 7)], timeout_s=20, most_pause_s=0.01) else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert not limit.end()
+
+
+def test_a_process_can_end_while_a_stream_waits() -> None:
+    """The words of its limits are unmapped before it has ended."""
+    code = """
+import atexit, ctypes, mmap, time
+words = mmap.mmap(-1, 4096)
+address = ctypes.addressof(ctypes.c_char.from_buffer(words))
+def end():
+    ctypes.CDLL(None).munmap(ctypes.c_void_p(address), 4096)
+    time.sleep(0.5)
+atexit.register(end)  # runs after what is registered later
+from transfer.copy.compiled_copy import WaitLimit
+WaitLimit((address, 5), limit_s=0.2, last=[(address, 5)], keeps=None)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr)
 
 
 async def test_a_writer_that_sets_the_word_back_does_not_keep_a_stream_waiting(ends: Ends) -> None:

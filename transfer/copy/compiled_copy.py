@@ -7,6 +7,7 @@ already. So the time in Python does not depend on the number of layers, pages or
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import time
@@ -181,6 +182,17 @@ class WaitLimit:
         has_written: bool = _host_copy.end_limit(self._number)
         del self._kept[self._number]
         return has_written
+
+    @classmethod
+    def end_all(cls) -> None:
+        """End the limits of all threads, before their words are unmapped at the end of the process."""
+        assert _host_copy is not None
+        for number in list(cls._kept):
+            _host_copy.end_limit(number)
+
+
+if _host_copy is not None:
+    atexit.register(WaitLimit.end_all)
 
 
 def _numbers_of(words: Sequence[tuple[int, int]]) -> array[int]:
