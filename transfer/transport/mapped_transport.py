@@ -60,12 +60,13 @@ class MappedTransport(PeerTransport[_MemoryT, WriterSession[_MemoryT] | TargetSe
         own = self.own(memory)
         offered = Offered.from_blob(blob, transport=self.name)
         self._let_go()
+        peer = PeerPipe(offered.line)
         line = LivenessPipe()
         try:
             signals = self._open_signals(own) if offered.has_signals else None
             answer = self._answer(own, line, offered.token, signals)
-            peer = PeerPipe(offered.line)
         except BaseException:
+            peer.close()
             line.end()
             raise
         session = TargetSession(self, self._lane, own, line, peer, signals)

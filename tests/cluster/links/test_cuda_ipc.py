@@ -55,12 +55,13 @@ def test_a_handle_that_cannot_be_mapped(pair: Pair, target: Remote) -> None:
     offer = pair.writer_transport.offer()
     token = Offered.from_blob(offer.blob, transport=NAME).token
     good = Answered.from_blob(target.do("accept", blob=offer.blob), token=token)
+    unsigned = replace(good, signals=None)  # the signature is read only of an answer with signals
     with pytest.raises(
         PeerUnreachable, match=r"cannot map memory of the peer's device .*CUDA_ERROR_INVALID_VALUE.*docker --ipc=host"
     ):
-        offer.complete(replace(good, handle=bytes(64)).to_blob())
+        offer.complete(replace(unsigned, handle=bytes(64)).to_blob())
     with pytest.raises(ConfigError, match=f"offers bytes .* of an allocation that has {3 * 4096 + SIZE}"):
-        offer.complete(replace(good, place=replace(good.place, num_bytes=SIZE + 1)).to_blob())
+        offer.complete(replace(unsigned, place=replace(good.place, num_bytes=SIZE + 1)).to_blob())
     assert pair.cuda.num_mapped == 0
     session = offer.complete(good.to_blob())
     assert pair.cuda.num_mapped == 1
