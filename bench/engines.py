@@ -3,11 +3,10 @@
     python -m bench.engines --setups one nixl kvferry --json FILE [--lengths 512 2000 8000] [--in-flight 1 8 32]
 
 Needs vLLM, or SGLang with `--engine sglang`, in this environment, and NIXL for `nixl`. `bench.engine_servers.SETUPS` and
-`bench.sglang_servers` describe the setups. All servers start at
-the beginning and share the first GPU, so their caches must fit side by side (`-- --kv-cache-memory-bytes N`). `--gpus 0 1` puts
-prefill and decode servers on two GPUs. The setups get the same prompts in turns, every second time in the opposite order, so
-that drift of the machine affects all of them. While one setup is measured, the servers of the others are idle. All requests to
-pairs go through `kvferry route`.
+`bench.sglang_servers` describe the setups. All servers start at the beginning and share the first GPU, so their caches must fit
+side by side (`-- --kv-cache-memory-bytes N`). `--gpus 0 1` puts prefill and decode servers on two GPUs. The setups get the same
+prompts in turns, every second time in the opposite order, so that drift of the machine affects all of them. While one setup is
+measured, the servers of the others are idle. All requests to pairs of vLLM servers go through `kvferry route`.
 
 The default model has the KV of Llama 3 8B (128 KiB per token in 16 bits), random weights and 0.5 billion parameters. Prefill of a
 small model is short, so times of the transfer weigh more than with a large model.
@@ -32,6 +31,7 @@ from rich.table import Table
 
 from bench.engine_load import Load
 from bench.engine_servers import ServerFailed, Serving, Setup, checked_setup
+from bench.sglang_servers import SETUPS as SGLANG_SETUPS
 from bench.sglang_servers import SglangSetup
 from bench.timing import Environment
 from kvferry.bench_serve.summary import Spread
@@ -288,7 +288,7 @@ def print_table(cells: Sequence[Cell], console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare KV connectors in vLLM servers")
+    parser = argparse.ArgumentParser(description="Compare KV connectors in vLLM or SGLang servers")
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--setups", nargs="+", type=checked_setup, default=["one", "nixl", "kvferry"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2000, 8000], help="prompt lengths in tokens")
@@ -310,6 +310,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there, after each kind of load")
     parser.add_argument("server_arguments", nargs="*", help="after --: further arguments of every vLLM server")
     arguments = parser.parse_args()
+    unknown = set(arguments.setups) - set(SGLANG_SETUPS) if arguments.engine == "sglang" else ()
+    if unknown:
+        parser.error(f"--setups has {', '.join(sorted(unknown))}; with --engine sglang, use {', '.join(SGLANG_SETUPS)}")
     console = Console(width=200)
     with tempfile.TemporaryDirectory(prefix="kvferry-engines-") as folder:
         logs = arguments.logs or Path(folder)

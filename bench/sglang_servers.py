@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final
 
 import aiohttp
@@ -22,7 +21,7 @@ from bench.engine_load import Answer, Load, run_clients
 from bench.engine_servers import HOST, Setup, free_port
 
 _FIRST_ROOM: Final = 1 << 40
-_BACKENDS: Final = ("nixl", "kvferry")
+SETUPS: Final = ("one", "nixl", "kvferry")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,18 +32,12 @@ class SglangSetup(Setup):
     _rooms: itertools.count[int] = field(default_factory=lambda: itertools.count(_FIRST_ROOM))
 
     def start(self) -> None:
-        """Start all servers without waiting for them.
-
-        Raises:
-            ValueError: The setup's name is unknown.
-        """
+        """Start all servers without waiting for them."""
         self._begin_s = time.monotonic()
         serving = self.serving
         if self.name == "one":
             self._start_sglang("0", serving.decode_tp)
             return
-        if self.name not in _BACKENDS:
-            raise ValueError(f"setup {self.name!r} of SGLang is unknown; use one, {' or '.join(_BACKENDS)}")
         self._bootstrap_port = free_port()
         for role, tp_size in (("prefill", serving.prefill_tp), ("decode", serving.decode_tp)):
             arguments = ["--disaggregation-mode", role, "--disaggregation-transfer-backend", self.name]
@@ -55,8 +48,16 @@ class SglangSetup(Setup):
         return 0
 
     async def send(self, prompts: Sequence[Sequence[int]], **options: Any) -> Load:
-        """Send prompts to the setup. Options are those of `send_load`."""
-        return await send_load(self, prompts, **options)
+        """Send prompts as `Setup.send` does, to all servers of the setup. Answers always have token ids, and no text."""
+
+        async def ask(session: aiohttp.ClientSession, index: int, answer: Answer) -> None:
+            body = self.body(prompts[index], options["output_tokens"])
+            # The last server decodes. Only its answer counts.
+            others = [Answer(prompt_tokens=answer.prompt_tokens) for _ in self.urls[1:]]
+            asked = zip(self.urls, [*others, answer], strict=True)
+            await asyncio.gather(*(_ask(session, url, body, each) for url, each in asked))
+
+        return await run_clients(prompts, ask, in_flight=options["in_flight"], patience_s=options.get("patience_s", {}))
 
     def body(self, prompt: Sequence[int], output_tokens: int) -> dict[str, Any]:
         """Return the body of one request, which all servers of the setup receive."""
@@ -74,28 +75,6 @@ class SglangSetup(Setup):
         command += ["--nccl-port", str(free_port()), "--skip-server-warmup", *arguments, *self.serving.arguments]
         environment = {"KVFERRY_TLS__INSECURE": "1"} if self.name == "kvferry" else {}
         self._start(role, command, ready_url=f"{url}/model_info", environment=environment)
-
-
-async def send_load(
-    setup: SglangSetup,
-    prompts: Sequence[Sequence[int]],
-    *,
-    in_flight: int,
-    output_tokens: int,
-    salt: str,
-    has_token_ids: bool = False,
-    patience_s: Mapping[int, float] = MappingProxyType({}),
-) -> Load:
-    """Send prompts as `bench.engine_load.send_load` does, to all servers of the setup. Answers have token ids, and no text."""
-
-    async def ask(session: aiohttp.ClientSession, index: int, answer: Answer) -> None:
-        body = setup.body(prompts[index], output_tokens)
-        # The last server decodes. Only its answer counts.
-        others = [Answer(prompt_tokens=answer.prompt_tokens) for _ in setup.urls[1:]]
-        asked = zip(setup.urls, [*others, answer], strict=True)
-        await asyncio.gather(*(_ask(session, url, body, each) for url, each in asked))
-
-    return await run_clients(prompts, ask, in_flight=in_flight, patience_s=patience_s)
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any], answer: Answer) -> None:
