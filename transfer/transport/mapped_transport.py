@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
@@ -37,6 +38,9 @@ def target_of(token: bytes) -> TargetSession[Any] | None:
 class MappedTransport(PeerTransport[_MemoryT, WriterSession[_MemoryT] | TargetSession[_MemoryT]]):
     """See the module's docstring. `lane` names the sessions."""
 
+    _has_signals = False
+    """Whether sessions can use `transfer.transport.signals`."""
+
     def __init__(self, name: str, lane: str) -> None:
         super().__init__(name)
         self._lane = lane
@@ -60,15 +64,14 @@ class MappedTransport(PeerTransport[_MemoryT, WriterSession[_MemoryT] | TargetSe
         own = self.own(memory)
         offered = Offered.from_blob(blob, transport=self.name)
         self._let_go()
-        peer = PeerPipe(offered.line)
-        line = LivenessPipe()
-        try:
+        with contextlib.ExitStack() as undo:
+            peer = PeerPipe(offered.line)
+            undo.callback(peer.close)
+            line = LivenessPipe()
+            undo.callback(line.end)
             signals = self._open_signals(own) if offered.has_signals else None
             answer = self._answer(own, line, offered.token, signals)
-        except BaseException:
-            peer.close()
-            line.end()
-            raise
+            undo.pop_all()
         session = TargetSession(self, self._lane, own, line, peer, signals)
         self._sessions.add(session)
         _targets[offered.token] = session
@@ -98,9 +101,6 @@ class MappedTransport(PeerTransport[_MemoryT, WriterSession[_MemoryT] | TargetSe
                 )
                 _left_behind.append(session)
         self._sessions.clear()
-
-    _has_signals = False
-    """Whether sessions can use `transfer.transport.signals`."""
 
     def _open_signals(self, memory: _MemoryT) -> SignalReader | None:
         """Return the target's end of a new session's signals; None if there can be none."""
