@@ -1,9 +1,12 @@
-"""How the servers of these tests are started: vLLM on two CPU cores, and the router.
+"""How the servers of these tests are started: vLLM on two CPU cores, or on GPUs if torch finds some, and the router.
 
 Nearly all of a start's 17 to 36 s of processor time are imports, 7 to 8 s in each process. One option that helps is `in_core`
 (VLLM_ENABLE_V1_MULTIPROCESSING=0): the worker of a TP 1 server then lives in the engine core's process, which spares 7 s. vLLM's
 CPU platform sets VLLM_WORKER_MULTIPROC_METHOD=spawn itself. A prefill server of TP 2, a decode server of TP 1 and the reference,
 started side by side, take 40 s of two cores and 5.3 GB.
+
+On GPUs, a server starts in one to three minutes, because vLLM compiles the model and captures CUDA graphs. All servers share the
+first GPUs.
 """
 
 from __future__ import annotations
@@ -15,24 +18,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.vllm.servers import HOST
 
 MODEL_NAME = "demo"
 MAX_MODEL_LEN = 1024
 KV_CACHE_BYTES = 256 << 20  # of each rank; of TP 1 it holds some ten thousand tokens of the tests' model
+HAS_GPU = torch.cuda.is_available()
 CACHE = Path(sys.prefix) / "cache"  # what vLLM found out about models, kept with the environment
 SITE = Path(__file__).resolve().parent / "servers_site"  # makes vLLM's waiting loops sleep: see there why
 
-ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_CACHE_ROOT": str(CACHE),
-    "PYTHONPATH": os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH")))),
-}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_CACHE_ROOT": str(CACHE)}
+if HAS_GPU:
+    # By default, Triton rounds the factors of float32 products to TF32.
+    ENVIRONMENT |= {"TRITON_F32_DEFAULT": "ieee", "TRITON_CACHE_DIR": str(CACHE / "triton")}
+    DEVICE_ARGS = ["--attention-backend", "TRITON_ATTN", "--gpu-memory-utilization", "0.1", "--disable-custom-all-reduce"]
+    # The size of blocks on CPUs. The tests' prompts and numbers of blocks are chosen for it.
+    DEVICE_ARGS += ["--block-size", "128"]
+else:
+    ENVIRONMENT |= {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH")))),
+    }
+    DEVICE_ARGS = ["--enforce-eager"]
 
 
 def vllm_command(
@@ -49,7 +60,7 @@ def vllm_command(
     """
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port)]
-    command += ["--dtype", "float32", "--enforce-eager", "--tensor-parallel-size", str(tp)]
+    command += ["--dtype", "float32", "--tensor-parallel-size", str(tp), *DEVICE_ARGS]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "32", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
     if kv_transfer_config is not None:
         command += ["--kv-transfer-config", json.dumps(kv_transfer_config)]
@@ -60,9 +71,9 @@ def vllm_environment(*, in_core: bool = False) -> dict[str, str]:
     """Environment of a vLLM server.
 
     Args:
-        in_core: With TP 1, have the worker in the engine core's process: starts in two thirds of the time.
+        in_core: With TP 1, have the worker in the engine core's process: starts in two thirds of the time. On GPUs it always is.
     """
-    return ENVIRONMENT | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_core else {})
+    return ENVIRONMENT | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_core and not HAS_GPU else {})
 
 
 def route_command(*, prefill: Sequence[str], decode: Sequence[str], args: Sequence[str] = ()) -> list[str]:

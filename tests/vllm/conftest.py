@@ -116,11 +116,17 @@ def route(servers: Servers) -> Iterator[StartRouter]:
 
 
 @pytest.fixture(scope="session")
-def reference_server(servers: Servers, model: Path) -> Server:
-    """One plain vLLM, without a connector; it stays for the whole run and must be left idle."""
+def started_reference(servers: Servers, model: Path) -> Server:
+    """Start `reference_server` without waiting for it, so that other servers start meanwhile."""
     from tests.vllm.commands import vllm_command, vllm_environment
 
-    return servers.start("reference", vllm_command(model), vllm_environment(in_core=True)).wait_ready()
+    return servers.start("reference", vllm_command(model), vllm_environment(in_core=True))
+
+
+@pytest.fixture(scope="session")
+def reference_server(started_reference: Server) -> Server:
+    """One plain vLLM, without a connector; it stays for the whole run and must be left idle."""
+    return started_reference.wait_ready()
 
 
 @pytest.fixture(scope="session")

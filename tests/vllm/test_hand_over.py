@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from tests.samples import sample
 from tests.vllm.answers import Answer, answer, answers, client
 from tests.vllm.commands import MODEL_NAME
-from tests.vllm.instances import assert_nothing_is_left, connector, kvferry_metrics
+from tests.vllm.instances import assert_nothing_is_left, connector, kvferry_metrics, page
 from tests.vllm.servers import Server
 
 
@@ -29,7 +30,11 @@ class Pair:
 
 @pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=lambda cut: f"{cut[0]}to{cut[1]}")
 def pair(
-    request: pytest.FixtureRequest, vllm_server: Callable[..., Server], route: Callable[..., Server], model: Path
+    request: pytest.FixtureRequest,
+    vllm_server: Callable[..., Server],
+    route: Callable[..., Server],
+    model: Path,
+    started_reference: Server,
 ) -> Iterator[Pair]:
     prefill_tp, decode_tp = request.param
     # Prompts are computed in many steps, so that there is a middle of them; of decode's blocks there are too few for all prompts.
@@ -48,7 +53,7 @@ def pair(
         kv_transfer_config=connector("kv_consumer", {"join_on_request": True}),
         name=f"decode-tp{decode_tp}",
         in_core=decode_tp == 1,
-        # CPUs use model runner V1, so FirstTokenScheduler must behave as vLLM's scheduler here.
+        # On CPUs, vLLM uses model runner V1, so FirstTokenScheduler must behave as vLLM's scheduler there.
         args=["--num-gpu-blocks-override", "24", "--scheduler-cls", "kvferry.engines.vllm_scheduler.FirstTokenScheduler"],
     )
     prefill.wait_ready()
@@ -69,6 +74,16 @@ def token_bytes(model: Path) -> int:
 
 def moved_bytes(server: Server) -> float:
     return sample(kvferry_metrics(server), "kvferry_transferred_bytes_total")
+
+
+def counted(name: str, *servers: Server) -> list[float]:
+    """Return a counter of each vLLM."""
+    return [sample(page(f"{server.url}/metrics"), f"vllm:{name}_total") for server in servers]
+
+
+def uncached() -> dict[str, str]:
+    """Return fields of a request that finds nothing in prefix caches."""
+    return {"cache_salt": secrets.token_hex()}
 
 
 @pytest.mark.parametrize("flow", ["router", "one_by_one"])
@@ -102,6 +117,35 @@ async def test_streams_and_chats(pair: Pair, reference_server: Server) -> None:
     assert_nothing_is_left(pair.prefill, pair.decode)
 
 
+async def test_prefix_cache_hits_on_both_sides(
+    pair: Pair, model: Path, prompts: Mapping[int, str], reference_server: Server
+) -> None:
+    """Prefill computes only the end of a prompt, and decode receives only what follows its own blocks."""
+    other_end = prompts[600].rpartition(" ")[0] + " ferry"
+    wanted = await answers(reference_server.url, [prompts[600], other_end], at_once=1)
+    found = await answers(pair.one_by_one.url, [prompts[600]])
+    await asyncio.sleep(1.0)  # a rank reports its counters every half second
+    moved, hits = moved_bytes(pair.prefill), counted("prefix_cache_hits", pair.prefill, pair.decode)
+    found += await answers(pair.one_by_one.url, [other_end])
+    assert found == wanted
+    hits_after = counted("prefix_cache_hits", pair.prefill, pair.decode)
+    assert [after - before for before, after in zip(hits, hits_after, strict=True)] == [512, 512]
+    await asyncio.sleep(1.0)
+    assert moved_bytes(pair.prefill) - moved == token_bytes(model) * (wanted[1].num_prompt_tokens - 512)
+
+
+async def test_preempted_requests_go_on(pair: Pair, prompts: Mapping[int, str], reference_server: Server) -> None:
+    """Decode has blocks for eight prompts, but not for their answers."""
+    asked = [prompts[130]] * 8
+    (wanted,) = await answers(reference_server.url, asked[:1], max_tokens=300)
+    (before,) = counted("num_preemptions", pair.decode)
+    async with client(pair.router.url) as asking:
+        found = await asyncio.gather(*(answer(asking, prompt, max_tokens=300, extra=uncached()) for prompt in asked))
+    assert found == [wanted] * 8
+    assert counted("num_preemptions", pair.decode) > [before]
+    assert_nothing_is_left(pair.prefill, pair.decode)
+
+
 async def test_clients_that_go_away(pair: Pair, prompts: Mapping[int, str], reference: Mapping[int, Answer]) -> None:
     """At any moment of prefill, transfer and generation; what others ask at the same time is answered as ever."""
 
@@ -109,7 +153,7 @@ async def test_clients_that_go_away(pair: Pair, prompts: Mapping[int, str], refe
         async with client(pair.router.url) as asking:
             with contextlib.suppress(TimeoutError, openai.APIError):
                 async with asyncio.timeout(after_s):
-                    await answer(asking, prompts[600], max_tokens=300)
+                    await answer(asking, prompts[600], max_tokens=300, extra=uncached())
 
     leaving = [leave(0.02 * step) for step in range(1, 25)]
     steady = answers(pair.router.url, [prompts[length] for length in (33, 129, 300)])
@@ -123,15 +167,16 @@ async def test_clients_that_go_away(pair: Pair, prompts: Mapping[int, str], refe
 async def test_the_prefill_server_is_killed(pair: Pair, prompts: Mapping[int, str], reference: Mapping[int, Answer]) -> None:
     """Each request ends, with the right tokens or with an error that says so; decode goes on, and holds nothing."""
 
-    async def one(length: int) -> Answer | openai.APIError:
+    async def one(number: int, length: int) -> Answer | openai.APIError:
+        await asyncio.sleep(0.02 * number)
         async with client(pair.router.url) as asking:
             try:
-                return await answer(asking, prompts[length])
+                return await answer(asking, prompts[length], extra=uncached())
             except openai.APIError as error:
                 return error
 
-    asked = list(prompts)[-8:]
-    asking = [asyncio.create_task(one(length)) for length in asked]
+    asked = list(prompts)[-8:] * 4
+    asking = [asyncio.create_task(one(number, length)) for number, length in enumerate(asked)]
     await asyncio.sleep(0.3)
     pair.prefill.kill()
     async with asyncio.timeout(100):
