@@ -15,7 +15,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
@@ -38,7 +38,9 @@ MAX_LEGEND: Final = 8
 
 _ANSWER_S: Final = 30.0
 _POINTS: Final = 240
-_CHART_INCHES: Final = 3.0
+_CHART_INCHES: Final = 2.7  # without its legend
+_LEGEND_INCHES: Final = 0.15  # for each line of names
+_NAME_CHARACTERS: Final = 4  # of a name in half of a legend, for each column of a chart
 _FULL_INCHES: Final = 16.0
 _LEVELS: Final = 5
 _COLOURS: Final = ("#336699", "#ff9900", "#cc3333", "#339933", "#663399", "#666666", "#cc3399", "#003366")
@@ -173,14 +175,18 @@ def draw(row: Row, view: View, file: Path) -> None:
 
     found = {chart.title: list(view.series(chart)) for chart in row.charts}
     nodes = named_by([series.name for many in found.values() for series in many])
-    lines = list(_placed(row.charts))
-    height = lines[-1][1] + 1
-    figure = Figure(figsize=(_FULL_INCHES, height * _CHART_INCHES), dpi=75, layout="constrained")
+    seen = {title: _seen(many, nodes) for title, many in found.items()}
+    lines = list(_lines(row.charts))
+    heights = [_CHART_INCHES + _LEGEND_INCHES * max(_legend_lines(chart, seen[chart.title]) for chart in line) for line in lines]
+    figure = Figure(figsize=(_FULL_INCHES, sum(heights)), dpi=75, layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(height, FULL_WIDTH)
-    for chart, down, left in lines:
-        axes = figure.add_subplot(grid[down, left : left + chart.columns])
-        _draw_chart(axes, chart, found[chart.title], nodes, view)
+    # A figure per line: in one grid, charts of different lines that end in different columns squeeze each other to nothing.
+    for line, part in zip(lines, figure.subfigures(len(lines), 1, squeeze=False, height_ratios=heights)[:, 0], strict=True):
+        grid, left = part.add_gridspec(1, FULL_WIDTH), 0
+        for chart in line:
+            _draw_chart(part.add_subplot(grid[0, left : left + chart.columns]), chart, seen[chart.title], view)
+            left += chart.columns
+    figure.draw_without_rendering()  # ticks depend on heights, and the room for their labels on the ticks
     with BytesIO() as drawn:
         figure.savefig(drawn, format="png")
         drawn.seek(0)
@@ -189,23 +195,35 @@ def draw(row: Row, view: View, file: Path) -> None:
     imsave(file, few_colours, format="png", pil_kwargs={"optimize": True})
 
 
-def _placed(charts: Sequence[Chart]) -> Iterator[tuple[Chart, int, int]]:
-    """Each chart with its place: line and column."""
-    down = left = 0
+def _lines(charts: Sequence[Chart]) -> Iterator[list[Chart]]:
+    """Return the charts of each line, from left to right."""
+    line: list[Chart] = []
     for chart in charts:
-        if left + chart.columns > FULL_WIDTH:
-            down, left = down + 1, 0
-        yield chart, down, left
-        left += chart.columns
+        if sum(one.columns for one in line) + chart.columns > FULL_WIDTH:
+            yield line
+            line = []
+        line.append(chart)
+    yield line
 
 
-def _draw_chart(axes: Any, chart: Chart, found: Sequence[Series], nodes: dict[str, str], view: View) -> None:
+def _seen(found: Sequence[Series], nodes: Mapping[str, str]) -> list[Series]:
+    """Return the series to draw, with short names. Series that are always zero are left out if others are not."""
+    seen = [series for series in found if _highest(series) > 0] or found[:MAX_LEGEND]
+    return [replace(one, name=re.sub(r"[\w.-]+:\d+", lambda address: nodes[address[0]], one.name)) for one in seen]
+
+
+def _legend_columns(chart: Chart, seen: Sequence[Series]) -> int:
+    """Return 2 if names fit beside each other, otherwise 1."""
+    return 2 if max((len(series.name) for series in seen), default=0) <= _NAME_CHARACTERS * chart.columns else 1
+
+
+def _legend_lines(chart: Chart, seen: Sequence[Series]) -> int:
+    return math.ceil(min(len(seen), MAX_LEGEND + 1) / _legend_columns(chart, seen))
+
+
+def _draw_chart(axes: Any, chart: Chart, found: Sequence[Series], view: View) -> None:
     from matplotlib.ticker import MultipleLocator
 
-    def name_of(series: Series) -> str:
-        return re.sub(r"[\w.-]+:\d+", lambda address: nodes[address[0]], series.name)
-
-    found = [series for series in found if _highest(series) > 0] or found[:MAX_LEGEND]  # what is zero all the time is not seen
     named = sorted(found, key=_highest, reverse=True)[:MAX_LEGEND]
     if chart.is_stacked and found:
         times_s = sorted({at for series in found for at in series.times_s})
@@ -213,7 +231,7 @@ def _draw_chart(axes: Any, chart: Chart, found: Sequence[Series], nodes: dict[st
         axes.stackplot(
             [at - view.begin_s for at in times_s],
             [[_or_zero(one.get(at, 0.0)) for at in times_s] for one in values],
-            labels=[name_of(series) if series in named else "" for series in found],
+            labels=[series.name if series in named else "" for series in found],
             colors=_COLOURS,
             alpha=0.8,
         )
@@ -224,7 +242,7 @@ def _draw_chart(axes: Any, chart: Chart, found: Sequence[Series], nodes: dict[st
             color=_COLOURS[index % len(_COLOURS)],
             linestyle="-" if index < len(_COLOURS) else "--",
             linewidth=1.3,
-            label=name_of(series) if series in named else "",
+            label=series.name if series in named else "",
         )
     highest = max((_highest(series) for series in found), default=0.0)
     for value in (chart.fine, chart.bad):
@@ -246,7 +264,7 @@ def _draw_chart(axes: Any, chart: Chart, found: Sequence[Series], nodes: dict[st
     else:
         if len(found) > len(named):
             axes.plot([], [], linestyle="", label=f"and {len(found) - len(named)} more")
-        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=2, frameon=False, fontsize=7)
+        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=_legend_columns(chart, found), frameon=False, fontsize=7)
 
 
 def _highest(series: Series) -> float:
