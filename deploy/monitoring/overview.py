@@ -125,7 +125,7 @@ _SPEED: Final = Row(
             description=(
                 "For each prefill node: speed of its links in use, relative to their probes. N links that fill a card show "
                 "1/N, which is full speed: compare the bytes with the card. Below: other users of the network, or another "
-                "path than at attach."
+                "path than at attach. Above 100 %: writes overlap, or the probe was slow; see the link dashboard."
             ),
             unit=Unit.SHARE,
             lines=(
