@@ -23,6 +23,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from deploy.monitoring import RULES, pictures
 from kvferry.cli.node_client import NodeClient
 from kvferry.demo.kinds import cached_demo_model
@@ -41,13 +43,18 @@ RING_BYTES, SICK_RING_BYTES = 64 << 20, 4 << 20
 
 
 def spec_of(model: Path, *, device: str, is_sick: bool) -> ClusterSpec:
-    """A sick cluster has small rings, so that chunks wait for credit when many are under way."""
+    """Place each node on a GPU of its own if there are enough.
+
+    A sick cluster has small rings, so that chunks wait for credit when many are under way.
+    """
     settings = {"device": device}
+    num_gpus = max(1, torch.cuda.device_count())
+    prefill_gpus, decode_gpus = ([node % num_gpus for node in nodes] for nodes in ((0, 1), (2, 3)))
     return ClusterSpec(
-        prefill=TierSpec(model=model, page_size=16, pool_tokens=16_384, settings=settings),
-        decode=TierSpec(model=model, page_size=32, pool_tokens=16_384, settings=settings),
-        num_prefill=2,
-        num_decode=2,
+        prefill=TierSpec(model=model, page_size=16, pool_tokens=16_384, settings=settings, first_devices=prefill_gpus),
+        decode=TierSpec(model=model, page_size=32, pool_tokens=16_384, settings=settings, first_devices=decode_gpus),
+        num_prefill=len(prefill_gpus),
+        num_decode=len(decode_gpus),
         chunk_tokens=256,
         ring_bytes=SICK_RING_BYTES if is_sick else RING_BYTES,
         heartbeat_s=1.0,
@@ -128,7 +135,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.watched", description=__doc__)
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the pictures go")
     parser.add_argument("--phase", metavar="SECONDS", type=float, default=40.0, help="of the first phase (default: %(default)g)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all ranks; with cuda, they share one GPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: nodes use the visible GPUs in turn")
     parser.add_argument("--sick", action="store_true", help="a cluster with faults, for the runbooks")
     given = parser.parse_args()
     if find_prometheus() is None:

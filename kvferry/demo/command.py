@@ -72,14 +72,15 @@ def cluster_of(options: DemoOptions, model: Path, num_requests: int) -> ClusterS
         settings["limits.max_running_requests"] = TIGHT_RUNNING_REQUESTS
     decode_settings = dict(settings)
     if options.offload is not None:
-        decode_settings |= offload_settings(options.offload)
+        decode_settings |= offload_settings(options.offload) | {"pool.num_tokens": POOL_TOKENS}
         settings |= store_settings(options.offload)
     if options.speculative is not None:
         decode_settings["speculative.method"] = options.speculative
     if options.speculative == "draft_model":
         settings["speculative.model"] = decode_settings["speculative.model"] = options.draft_model or model
     if options.prefill_offload:
-        settings["offload.host_ratio"] = PREFILL_HOST_TOKENS / prefill_pool_tokens(options.model_kind)
+        settings["pool.num_tokens"] = pool_tokens = prefill_pool_tokens(options.model_kind)
+        settings["offload.host_ratio"] = PREFILL_HOST_TOKENS / pool_tokens
     if options.sparse_policy != "none":
         settings |= sparse_settings(options.sparse_threshold)
     if options.device == "cuda":
@@ -92,7 +93,6 @@ def cluster_of(options: DemoOptions, model: Path, num_requests: int) -> ClusterS
             page_size=options.prefill_page_size,
             order=options.prefill_order,
             settings=settings,
-            **({"pool_tokens": prefill_pool_tokens(options.model_kind)} if options.prefill_offload else {}),
         ),
         decode=TierSpec(
             model=model,
@@ -100,7 +100,6 @@ def cluster_of(options: DemoOptions, model: Path, num_requests: int) -> ClusterS
             page_size=options.decode_page_size,
             order=options.decode_order,
             settings=decode_settings,
-            **({} if options.offload is None else {"pool_tokens": POOL_TOKENS}),
         ),
         transport=options.transport,
         heartbeat_s=DEMO_HEARTBEAT_S,

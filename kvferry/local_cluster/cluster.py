@@ -160,7 +160,7 @@ class LocalCluster:
         ready_file.unlink(missing_ok=True)  # a killed node leaves it
         ports = {name: held.getsockname()[1] for name, held in self._ports.items()}
         prefill = [f"{_HOST}:{ports[name]}" for name in self.spec.names("prefill")]
-        command = self.spec.command(role, port=ports[name], prefill_addresses=prefill, ready_file=ready_file)
+        command = self.spec.command(role, index, port=ports[name], prefill_addresses=prefill, ready_file=ready_file)
         environment = self.environment | ({} if self._fork_server is None else self._fork_server.variables)
         node = self._nodes[name] = ClusterNode(role, command, environment, folder, name=name, security=self._security)
         node.launch()

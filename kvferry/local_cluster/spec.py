@@ -31,6 +31,7 @@ class TierSpec:
         order: "NHD" or "HND".
         pool_tokens: Capacity of each rank's KV pool.
         settings: Other settings of the node by path, for example ``{"limits.max_running_requests": 4}``; they win.
+        first_devices: `first_device` of each node in turn. Without any, nodes use that of `settings` or the default.
     """
 
     model: Path
@@ -39,6 +40,7 @@ class TierSpec:
     order: str = "NHD"
     pool_tokens: int = 16_384
     settings: Mapping[str, object] = field(default_factory=dict)
+    first_devices: Sequence[int] = ()
 
     def all_settings(self) -> dict[str, object]:
         """Return all settings by path."""
@@ -110,10 +112,11 @@ class ClusterSpec:
         plain_text = {"tls.insecure": ON_LOOPBACK} if self.security is None else {}
         return given | plain_text | self.tier(role).all_settings()
 
-    def command(self, role: Role, *, port: int, prefill_addresses: Sequence[str], ready_file: Path) -> list[str]:
+    def command(self, role: Role, index: int = 0, *, port: int, prefill_addresses: Sequence[str], ready_file: Path) -> list[str]:
         """Return the command line of a node.
 
         Args:
+            index: Number of the node in its tier.
             port: Port of its gRPC API.
             prefill_addresses: host:port of the prefill nodes that a decode node joins.
             ready_file: File that the node writes once it is ready.
@@ -135,6 +138,8 @@ class ClusterSpec:
             command += [part for address in prefill_addresses for part in ("--prefill-node", address)]
         for override in self.overrides(role):
             command += ["--set", override]
+        if devices := self.tier(role).first_devices:
+            command += ["--set", f"first_device={devices[index % len(devices)]}"]
         return command
 
     def overrides(self, role: Role) -> list[str]:

@@ -23,8 +23,19 @@ def test_command_lines_carry_every_setting(tmp_path: Path) -> None:
     assert "parallel.tp_size=4" in prefill and "pool.order=HND" in prefill and "pool.order=NHD" not in prefill
     assert "ring.capacity_bytes=4096" in decode and not any("ring" in part for part in prefill)
     assert decode[decode.index("--prefill-node") + 1] == "h:5" and "--prefill-node" not in prefill
+    assert not any("first_device" in part for part in prefill)
     with pytest.raises(ConfigError, match="start_timeout_s is 0"):
         ClusterSpec(prefill=TierSpec(model=tmp_path), decode=TierSpec(model=tmp_path), start_timeout_s=0)
+
+
+def test_nodes_of_a_tier_use_devices_in_turn(tmp_path: Path) -> None:
+    tier = TierSpec(model=tmp_path, settings={"first_device": 7}, first_devices=(2, 3))
+    spec = ClusterSpec(prefill=tier, decode=TierSpec(model=tmp_path), num_prefill=3)
+    commands = [
+        spec.command("prefill", index, port=5, prefill_addresses=[], ready_file=tmp_path / "r")
+        for index in range(spec.num_prefill)
+    ]
+    assert [command[-1] for command in commands] == ["first_device=2", "first_device=3", "first_device=2"]
 
 
 def test_environment_leaves_out_settings_of_this_shell(monkeypatch: pytest.MonkeyPatch) -> None:
