@@ -54,7 +54,7 @@ ifneq ($(filter command,$(origin EXTRAS) $(origin TORCH_INDEX)),)
 .PHONY: $(STAMP)
 endif
 
-$(STAMP): pyproject.toml setup.py transfer/copy/_host_copy.c constraints.txt .ci/setup
+$(STAMP): pyproject.toml setup.py transfer/copy/_host_copy.c transfer/receive/_signals.c constraints.txt .ci/setup
 	@PYTHON="$(PYTHON)" EXTRAS="$(EXTRAS)" TORCH_INDEX="$(TORCH_INDEX)" bash .ci/setup
 	@touch $@
 
@@ -194,16 +194,17 @@ $(WHEEL_STAMP): Makefile
 	@$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(WHEEL_TOOLS)
 	@touch $@
 
-# The extension module is optional at the installation from source, but a wheel without it would be slow everywhere.
+# The extension modules are optional at the installation from source, but a wheel without it would be slow everywhere.
 wheel: $(WHEEL_STAMP) ## build the sdist and the wheel into dist/, and check them
 	@rm -rf build dist
 	@$(WHEEL_VENV)/bin/python -m build --outdir dist . > /dev/null
 	@$(WHEEL_VENV)/bin/twine check --strict dist/*
-	@$(WHEEL_VENV)/bin/python -m zipfile --list dist/kvferry-*.whl | grep 'transfer/copy/_host_copy.abi3.so' > /dev/null \
-	|| { echo "the wheel has no compiled module: install gcc and Python's headers" >&2; exit 1; }
-	@tar -tzf dist/kvferry-*.tar.gz --wildcards '*/transfer/copy/_host_copy.c' > /dev/null
+	@for module in copy/_host_copy receive/_signals; do \
+	$(WHEEL_VENV)/bin/python -m zipfile --list dist/kvferry-*.whl | grep "transfer/$$module.abi3.so" > /dev/null \
+	|| { echo "the wheel has no compiled module: install gcc and Python's headers" >&2; exit 1; }; \
+	tar -tzf dist/kvferry-*.tar.gz --wildcards "*/transfer/$$module.c" > /dev/null || exit 1; done
 	@ls -l dist
 
 clean: ## remove .venv, tools, caches and build outputs, but no model folders
-	rm -rf .venv transfer/copy/*.so $(PROTO_VENV) $(DOCS_VENV) $(WHEEL_VENV) .kvferry/docs-scripts .kvferry/site .kvferry/rdma .kvferry/vllm-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info .coverage*
+	rm -rf .venv transfer/copy/*.so transfer/receive/*.so $(PROTO_VENV) $(DOCS_VENV) $(WHEEL_VENV) .kvferry/docs-scripts .kvferry/site .kvferry/rdma .kvferry/vllm-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,24 +1,25 @@
-"""Build the compiled copies of host memory. Everything else about the package is in pyproject.toml."""
+"""Build the compiled code. Everything else about the package is in pyproject.toml."""
 
 import hashlib
 from pathlib import Path
 
 from setuptools import Extension, setup
 
-SOURCE = "transfer/copy/_host_copy.c"
+SOURCES = ("transfer/copy/_host_copy.c", "transfer/receive/_signals.c")
 
 setup(
     ext_modules=[
         Extension(
-            "transfer.copy._host_copy",
-            sources=[SOURCE],
-            # `transfer.copy.compiled_copy` does not use code that was built from another version of the file.
-            define_macros=[("SOURCE_HASH", f'"{hashlib.sha256(Path(SOURCE).read_bytes()).hexdigest()}"')],
+            source.removesuffix(".c").replace("/", "."),
+            sources=[source],
+            # Code that was built from another version of the file is not used (`transfer.copy.compiled_copy.is_current`).
+            define_macros=[("SOURCE_HASH", f'"{hashlib.sha256(Path(source).read_bytes()).hexdigest()}"')],
             extra_compile_args=["-O3", "-std=gnu11", "-pthread", "-Wall", "-Wextra"],
             extra_link_args=["-pthread"],
             py_limited_api=True,
-            optional=True,  # without a compiler or Python's headers, copies are NumPy's (transfer/copy/host_copy.py)
+            optional=True,  # without a compiler or Python's headers, NumPy copies, and there are no signals
         )
+        for source in SOURCES
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -14,15 +14,15 @@ from torch import Tensor
 from tests.runtime.pieces import piece_of
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.copy import Kernels
-from transfer.copy.compiled_copy import wait_for_words
 from transfer.copy.copy_queue import CopyQueue, open_copy_queue
 from transfer.copy.digest import DIGEST_WORDS, digest
 from transfer.copy.piece_copier import PieceCopier, PieceCopy
 from transfer.layout import DType, KVLayout, Shard, routes
 from transfer.pool.kv_pool import KVPool
+from transfer.receive.signal_watch import Gathered, Scattered, SignalWatch
 from transfer.transport.cuda_ipc_driver import process_cuda
 from transfer.transport.shared_memory import shared_memory
-from transfer.transport.signals import NUM_BYTES, SIGNAL_LIMIT_S, ArrivalSignal, SignalReader, SignalWriter
+from transfer.transport.signals import NUM_BYTES, SIGNAL_LIMIT_S, SignalReader, SignalWriter
 from transfer.transport.waiting_thread import WaitingThread
 
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=64, dtype=DType.BFLOAT16)
@@ -79,8 +79,8 @@ async def gathered(side: Side, wire: Tensor, after: torch.cuda.Event | None) -> 
     return found, ended_s - begun_s
 
 
-async def scattered(side: Side, wire: Tensor, announced: int) -> tuple[bool | None, float]:
-    done: asyncio.Future[tuple[bool | None, float]] = asyncio.get_running_loop().create_future()
+async def scattered(side: Side, wire: Tensor, announced: int) -> tuple[bool, float]:
+    done: asyncio.Future[tuple[bool, float]] = asyncio.get_running_loop().create_future()
     side.queue.scatter(
         side.piece(), wire, algorithm=DIGEST_WORDS, digest=announced, peer=1, on_done=lambda *result: done.set_result(result)
     )
@@ -110,16 +110,53 @@ def signal_ends() -> tuple[SignalWriter, SignalReader]:
     return SignalWriter(words), SignalReader(words)
 
 
+class Target:
+    """A queue of scatters, and the watch of one session, which is its peer 1."""
+
+    def __init__(self, reader: SignalReader) -> None:
+        self.side = Side.open("scatter", Kernels.TRITON)
+        self.watch = SignalWatch(asyncio.get_running_loop(), self._on_report)
+        self.watch.begin(1, reader)
+        self.ends: asyncio.Queue[Scattered | Gathered] = asyncio.Queue()
+
+    def arm(self, wire: Tensor, grant: int) -> None:
+        piece = self.side.piece()
+        self.side.queue.expect(piece, peer=1)
+        launch = self.side.queue.launch_of(piece, wire, algorithm=DIGEST_WORDS, peer=1)
+        assert launch is not None, "the kernel's parameters are unknown, so no scatter can be queued without Python"
+        self.watch.arm(1, grant, launch)
+
+    async def next(self) -> Scattered | Gathered:
+        return await asyncio.wait_for(self.ends.get(), 30)
+
+    def close(self) -> None:
+        assert self.side.queue.close(5)
+        self.watch.close(is_idle=True)
+
+    def _on_report(self) -> None:
+        with self.watch.gate():
+            self.watch.take_queued()
+            for ends in self.watch.take_ended():
+                for one in ends:
+                    self.ends.put_nowait(one)
+
+
 async def test_a_scatter_is_queued_while_its_gather_waits_for_the_engine() -> None:
-    """It reads nothing before the gather has ended, and has the digest of the gather's stream."""
-    source, target = Side.open("gather", Kernels.TRITON), Side.open("scatter", Kernels.TRITON)
-    wire, (writer, reader) = source.wire(), signal_ends()
-    await scattered(target, wire, (await gathered(source, wire, None))[0])  # compiled
-    for grant in range(1, 4):
+    """It reads nothing before the gather has ended, and has the digest of the gather's stream.
+
+    Without an armed scatter, the end of the gather is reported.
+    """
+    writer, reader = signal_ends()
+    source, target = Side.open("gather", Kernels.TRITON), Target(reader)
+    wire = source.wire()
+    await scattered(target.side, wire, (await gathered(source, wire, None))[0])  # compiled
+    for grant in range(1, 6):
         for buffer in (source.pool.buffer(layer, is_v=is_v) for layer in range(2) for is_v in (False, True)):
             buffer.normal_()
         wire.zero_()
         torch.cuda.synchronize()
+        if grant != 4:
+            target.arm(wire, grant)
         torch.cuda._sleep(BUSY_CYCLES)  # noqa: SLF001
         computed = torch.cuda.Event()
         computed.record()
@@ -134,51 +171,54 @@ async def test_a_scatter_is_queued_while_its_gather_waits_for_the_engine() -> No
             on_done=lambda found, *_, done=gather_done: done.set_result(found),  # type: ignore[misc]
             signal=signal,
         )
-        assert signal.is_sent and not reader.take()  # the engine is not done
-        assert reader.is_near and reader.awaited is not None
-        assert await asyncio.to_thread(wait_for_words, [reader.awaited], timeout_s=5.0, most_pause_s=0.001)
-        (arrival,) = reader.take()
-        assert arrival.grant == grant
-        is_intact, seconds = await scattered_behind(target, wire, arrival)
-        assert is_intact and seconds < 0.1
-        assert await asyncio.wait_for(gather_done, 30) == digest(wire.cpu().numpy(), DIGEST_WORDS)
-        for mine, theirs in zip(source.tokens(), target.tokens(), strict=True):
-            assert torch.equal(mine, theirs)
-    assert source.queue.close(5) and target.queue.close(5)
+        assert signal.is_sent and target.ends.empty()  # the engine is not done
+        ended = await target.next()
+        found = digest(wire.cpu().numpy(), DIGEST_WORDS)
+        if grant == 4:
+            assert ended == Gathered(session=1, grant=grant, digest=found)
+        else:
+            assert isinstance(ended, Scattered) and (ended.grant, ended.is_intact) == (grant, True) and ended.seconds < 0.1
+            for mine, theirs in zip(source.tokens(), target.side.tokens(), strict=True):
+                assert torch.equal(mine, theirs)
+        assert await asyncio.wait_for(gather_done, 30) == found
+    assert source.queue.close(5)
+    target.close()
 
 
-async def scattered_behind(side: Side, wire: Tensor, arrival: ArrivalSignal) -> tuple[bool | None, float]:
-    done: asyncio.Future[tuple[bool | None, float]] = asyncio.get_running_loop().create_future()
-    side.queue.scatter(
-        side.piece(),
-        wire,
-        algorithm=DIGEST_WORDS,
-        digest=0,
-        peer=1,
-        on_done=lambda *result: done.set_result(result),
-        signal=arrival,
-    )
-    return await asyncio.wait_for(done, 30)
+async def test_a_signalled_scatter_of_other_bytes_is_not_intact() -> None:
+    writer, reader = signal_ends()
+    target = Target(reader)
+    wire = target.side.wire()
+    await scattered(target.side, wire, 0)  # compiled
+    total = torch.zeros(1, dtype=torch.int64, device="cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+    target.arm(wire, 8)
+    assert writer.begin(8, stream, total.data_ptr()) == 1
+    total += 1  # which is not the digest of zeros
+    writer.end(1, stream, total.data_ptr())
+    ended = await target.next()
+    assert isinstance(ended, Scattered) and ended.is_intact is False
+    target.close()
 
 
 async def test_no_stream_waits_long_for_a_gather_that_does_not_end() -> None:
-    side = Side.open("scatter", Kernels.TRITON)
-    wire, (writer, reader) = side.wire(), signal_ends()
-    await scattered(side, wire, 0)  # compiled
+    writer, reader = signal_ends()
+    target = Target(reader)
+    wire = target.side.wire()
+    await scattered(target.side, wire, 0)  # compiled
     stream = torch.cuda.Stream()
     total = torch.zeros(1, dtype=torch.int64, device="cuda")
     stream.wait_stream(torch.cuda.current_stream())
-    assert writer.begin(8, stream.cuda_stream, total.data_ptr()) == 1
-    stream.synchronize()
-    (arrival,) = reader.take()
+    target.arm(wire, 8)
     begun_s = time.monotonic()
-    is_intact, _ = await scattered_behind(side, wire, arrival)
-    assert is_intact is None
+    assert writer.begin(8, stream.cuda_stream, total.data_ptr()) == 1
+    ended = await target.next()
+    assert isinstance(ended, Scattered) and ended.is_intact is None
     torch.cuda.synchronize()
     assert SIGNAL_LIMIT_S <= time.monotonic() - begun_s < SIGNAL_LIMIT_S + 1
-    is_intact, _ = await scattered(side, wire, digest(wire.cpu().numpy(), DIGEST_WORDS))  # and the next copy is as ever
+    is_intact, _ = await scattered(target.side, wire, digest(wire.cpu().numpy(), DIGEST_WORDS))  # and the next copy is as ever
     assert is_intact
-    assert side.queue.close(5)
+    target.close()
 
 
 async def test_a_gather_without_a_step_to_wait_for_sends_no_signal() -> None:
@@ -199,7 +239,7 @@ async def test_a_gather_without_a_step_to_wait_for_sends_no_signal() -> None:
             signal=signal,
         )
         assert await asyncio.wait_for(done, 30) == digest(wire.cpu().numpy(), DIGEST_WORDS)
-        assert not signal.is_sent and not reader.take()
+        assert not signal.is_sent and not any(reader.words.words[:])
     assert side.queue.close(5)
 
 

@@ -724,16 +724,19 @@ def test_a_held_chunk_that_can_never_fit_fails_its_request() -> None:
 # Signals
 
 
-def signalled(receiver: ReceiverHand, grant: Grant, *, session: int = 1) -> list[rx.StartScatter]:
-    return of_type(receiver.tell(rx.GatherSignalled(session=session, begin=grant.begin)), rx.StartScatter)
+def signalled(receiver: ReceiverHand, grant: Grant, *, session: int = 1, digest: int | None = None) -> list[rx.StartScatter]:
+    return of_type(receiver.tell(rx.GatherSignalled(session=session, begin=grant.begin, digest=digest)), rx.StartScatter)
 
 
-def test_a_scatter_is_queued_when_its_gather_begins() -> None:
+@pytest.mark.parametrize("digest", [None, 7])
+def test_a_signal_starts_the_scatter_in_place_of_the_message(digest: int | None) -> None:
     receiver = ReceiverHand(is_one_sided=True)
     grant = receiver.granted()
-    (scatter,) = signalled(receiver, grant)
-    assert scatter.piece.grant == grant and scatter.digest is None
-    assert not signalled(receiver, grant)
+    assert receiver.machine.awaits_signal(1, grant.begin)
+    (scatter,) = signalled(receiver, grant, digest=digest)
+    assert scatter.piece.grant == grant and scatter.digest == digest
+    assert not receiver.machine.awaits_signal(1, grant.begin)
+    assert not signalled(receiver, grant, digest=7)
     assert not receiver.ready(0, grant)  # the message says the same
     assert drops(receiver.ready(0, grant)) == ["repeated"]
     assert of_type(receiver.scattered(grant), rx.IncomingComplete)
@@ -744,12 +747,14 @@ def test_a_signal_that_does_not_fit_its_grant_changes_nothing() -> None:
     receiver.expect(num_tokens=4)
     half = WHOLE_CHUNK // 2
     grant = receiver.grants_of(receiver.ask(0, num_bytes=half))[0]
-    assert not signalled(receiver, grant, session=2)  # the grant of another session
-    assert not signalled(receiver, cells(5, 6))  # no grant
+    assert not signalled(receiver, grant, session=2, digest=7)  # the grant of another session
+    assert not signalled(receiver, cells(5, 6), digest=7)  # no grant
     assert of_type(receiver.ready(0, grant, num_bytes=half), rx.StartScatter)
-    assert not signalled(receiver, grant)  # later than the message
+    assert not signalled(receiver, grant, digest=7)  # later than the message
+    with pytest.raises(LocalProtocolError, match="awaits none"):  # a scatter that the machine does not know of
+        signalled(receiver, grant)
     two_sided = ReceiverHand()
-    assert not signalled(two_sided, two_sided.granted())
+    assert not signalled(two_sided, two_sided.granted(), digest=7)
 
 
 def test_a_given_up_signal_leaves_the_piece_to_its_message() -> None:
@@ -779,7 +784,7 @@ def test_a_broken_signalled_chunk_is_asked_for_once_more_and_then_has_no_signal(
     assert signalled(receiver, grant)
     (rejected,) = messages(receiver.scattered(grant, is_intact=False), ChunkRejected)
     assert rejected.attempt == 0
-    assert not signalled(receiver, grant)
+    assert not signalled(receiver, grant, digest=7)
     assert of_type(receiver.ready(0, grant, attempt=1), rx.StartScatter)
 
 

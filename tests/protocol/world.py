@@ -544,13 +544,21 @@ class World:
             shipment = link.begin_store(self._shipment_number(link), action.piece.granted, action.piece.num_bytes, tag)
             is_signalled = action.piece.attempt == 0 and self.chance(self.config.signals)
             if is_signalled:
-                self.after(10, lambda: self._signal(link, action.piece.granted))
+                self.after(10, lambda: self._signal(link, action.piece.granted, tag))
             self.after(60, lambda: self._stored(sender, action, link, shipment, is_signalled=is_signalled))
 
-    def _signal(self, link: Link, grant: Grant) -> None:
+    def _signal(self, link: Link, grant: Grant, tag: Tag) -> None:
+        """The begin of a gather: its scatter may be armed. Otherwise the end is reported."""
         receiver = self.receivers[link.decode_rank]
-        if link.is_open_at_receiver and receiver.incarnation == link.receiver_incarnation and not self.chance(10):
-            self.tell_receiver(receiver, rx.GatherSignalled(session=link.number, begin=grant.begin))
+        if not link.is_open_at_receiver or receiver.incarnation != link.receiver_incarnation or self.chance(10):
+            return
+        if self.chance(70):
+            if receiver.machine.awaits_signal(link.number, grant.begin):
+                self.tell_receiver(receiver, rx.GatherSignalled(session=link.number, begin=grant.begin, digest=None))
+        elif grant.begin in link.ended_stores:
+            self.tell_receiver(receiver, rx.GatherSignalled(session=link.number, begin=grant.begin, digest=digest_of(tag)))
+        else:
+            self.after(1, lambda: self._signal(link, grant, tag))
 
     def _stored(self, sender: SenderRank, action: tx.StartGather, link: Link, shipment: Shipment, *, is_signalled: bool) -> None:
         link.end_store(shipment)

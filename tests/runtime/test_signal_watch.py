@@ -1,122 +1,346 @@
-"""The thread that watches signals: it reports gathers of the watched sessions alone, on the loop."""
+"""Signals at the target: what a writer's stream reports, the scatters that are queued behind it, and the limit of their waits."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
-from typing import Any
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 
 import pytest
 
-from tests.transport.host_cuda import HostWords
-from transfer.copy import compiled_copy
+from tests.transport.host_cuda import HostDriver, HostWords
+from transfer.copy.piece_copier import ScatterLaunch
 from transfer.receive import signal_watch
-from transfer.receive.signal_watch import SignalWatch
+from transfer.receive.signal_watch import Gathered, Scattered, SignalWatch
 from transfer.transport.shared_memory import shared_memory
-from transfer.transport.signals import NUM_BYTES, NUM_ENTRIES, ArrivalSignal, SignalReader, SignalWriter
+from transfer.transport.signals import NUM_BYTES, NUM_ENTRIES, GatherSignal, SignalReader, SignalWriter
+
+pytestmark = pytest.mark.skipif(not signal_watch.IS_BUILT, reason="transfer.receive._signals is not built: make setup builds it")
+_LIMIT_S = 0.05
+_LATE_S = 1.0
+_STREAM = 7
 
 
-class Sessions:
-    def __init__(self, count: int) -> None:
-        self.memories = [shared_memory(NUM_BYTES) for _ in range(count)]
-        self.writers = [SignalWriter(HostWords(memory)) for memory in self.memories]
-        self.readers = [SignalReader(HostWords(memory)) for memory in self.memories]
-        self.seen: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
-        self.watch = SignalWatch(asyncio.get_running_loop(), self._on_signal, self._on_crash)
+class Ends:
+    """Writers of some sessions, and the watch of their target. The writers' streams run their work at once."""
 
-    def gather(self, session: int, grant: int) -> bool:
+    def __init__(self, num_sessions: int = 1) -> None:
+        self.driver = HostDriver()
+        memories = [shared_memory(NUM_BYTES) for _ in range(num_sessions)]
+        self.writers = [SignalWriter(HostWords(memory)) for memory in memories]
+        self.readers = [SignalReader(HostWords(memory, self.driver)) for memory in memories]
+        self.words = [HostWords(memory).words for memory in memories]
+        self.totals = [ctypes.c_uint64(2**64 - 3) for _ in memories]  # the next sum wraps around
+        self.watch = SignalWatch(asyncio.get_running_loop(), self._on_report)
+        self.scattered: asyncio.Queue[Scattered] = asyncio.Queue()
+        self.gathered: asyncio.Queue[Gathered] = asyncio.Queue()
+        self.given_back: list[int] = []
+
+    def begin(self, grant: int, *, session: int = 0) -> GatherSignal:
         signal = self.writers[session].of(grant)
-        signal.begin(0, ctypes.addressof(ctypes.c_uint64()))
+        signal.begin(0, ctypes.addressof(self.totals[session]))
+        return signal
+
+    def end(self, signal: GatherSignal, digest: int, *, session: int = 0) -> None:
+        self.totals[session].value += digest
+        signal.end(0, ctypes.addressof(self.totals[session]))
+
+    def gather(self, grant: int, digest: int, *, session: int = 0) -> bool:
+        signal = self.begin(grant, session=session)
+        self.end(signal, digest, session=session)
         return signal.is_sent
 
-    async def next(self) -> tuple[int, int]:
-        return await asyncio.wait_for(self.seen.get(), 20)
+    def arm(self, grant: int, digest: int, *, session: int = 0, scatter: Callable[[], None] = lambda: None) -> None:
+        """Arm a scatter that finds bytes with this digest."""
+        total, cell = ctypes.c_uint64(), (ctypes.c_uint64 * 2)()
 
-    def _on_signal(self, session: int, signal: ArrivalSignal) -> None:
-        self.seen.put_nowait((session, signal.grant))
-        signal.close()
+        def kernel() -> None:
+            scatter()
+            total.value = digest
 
-    def _on_crash(self, error: BaseException) -> None:
-        raise AssertionError(f"the watch crashed: {error!r}")
+        launch = ScatterLaunch(
+            stream=_STREAM,
+            sum_address=ctypes.addressof(total),
+            cell_address=ctypes.addressof(cell),
+            kernels=((self.driver.kernel(kernel), 1, 1, 32, 0, b""),),
+            keeps=(total, cell),
+            give_back=lambda: self.given_back.append(grant),
+        )
+        self.watch.arm(session, grant, launch)
+
+    async def next_scattered(self) -> Scattered:
+        return await asyncio.wait_for(self.scattered.get(), 20)
+
+    async def next_gathered(self) -> Gathered:
+        return await asyncio.wait_for(self.gathered.get(), 20)
+
+    def _on_report(self) -> None:
+        with self.watch.gate():
+            self.watch.take_queued()
+            scattered, gathered = self.watch.take_ended()
+        for one in scattered:
+            self.scattered.put_nowait(one)
+        for other in gathered:
+            self.gathered.put_nowait(other)
 
 
-@pytest.mark.parametrize("is_compiled", [True, False])
-async def test_gathers_of_watched_sessions_are_reported(is_compiled: bool, monkeypatch: Any) -> None:
-    if not is_compiled:
-        monkeypatch.setattr(compiled_copy, "_host_copy", None)
-    elif not compiled_copy.IS_BUILT:
-        pytest.skip("transfer.copy._host_copy is not built: make setup builds it")
-    sessions = Sessions(2)
-    watch, readers = sessions.watch, sessions.readers
-    watch.begin(0, readers[0])
-    watch.begin(0, readers[0])
-    sessions.gather(0, 10)
-    assert await sessions.next() == (0, 10)
+async def looks_since(ends: Ends) -> None:
+    """Wait until the watch has looked at everything that was written before."""
+    session = len(ends.writers) - 1
+    ends.watch.begin(session, ends.readers[session])
+    assert ends.gather(2**40, 0, session=session)
+    assert (await ends.next_gathered()).grant == 2**40
+
+
+@pytest.fixture
+async def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
+    monkeypatch.setattr(signal_watch, "SIGNAL_LIMIT_S", _LIMIT_S)
+    return Ends(3)
+
+
+@pytest.fixture
+async def patient(monkeypatch: pytest.MonkeyPatch) -> Ends:
+    """Nothing is given up."""
+    monkeypatch.setattr(signal_watch, "SIGNAL_LIMIT_S", 60.0)
+    return Ends(3)
+
+
+async def test_gathers_without_an_armed_scatter_are_reported_at_their_end_with_their_own_digests(patient: Ends) -> None:
+    patient.watch.begin(0, patient.readers[0])
+    running = patient.begin(4096)
+    await looks_since(patient)
+    assert patient.gathered.empty()
+    patient.end(running, 7)
+    assert await patient.next_gathered() == Gathered(session=0, grant=4096, digest=7)
+    for grant, digest in ((64, 0), (2**63, 2**64 - 1)):
+        assert patient.gather(grant, digest)
+        assert await patient.next_gathered() == Gathered(session=0, grant=grant, digest=digest)
+    patient.watch.close(is_idle=True)
+
+
+async def test_only_watched_sessions_are_looked_at(patient: Ends) -> None:
+    watch, readers = patient.watch, patient.readers
+    for _ in range(2):
+        watch.begin(0, readers[0])
     watch.end(0)  # one of two
-    sessions.gather(1, 20)  # not watched yet
-    sessions.gather(0, 11)
-    assert await sessions.next() == (0, 11)
+    patient.gather(20, 1, session=1)  # not watched yet
+    patient.gather(10, 1)
+    assert await patient.next_gathered() == Gathered(session=0, grant=10, digest=1)
     watch.begin(1, readers[1])  # while the thread waits for the other
-    assert await sessions.next() == (1, 20)
+    assert await patient.next_gathered() == Gathered(session=1, grant=20, digest=1)
     watch.end(0)
-    sessions.gather(1, 21)
-    assert await sessions.next() == (1, 21)
+    patient.gather(11, 1)
+    await looks_since(patient)
+    assert patient.gathered.empty()
     watch.begin(0, readers[0])
-    sessions.gather(0, 12)
-    assert await sessions.next() == (0, 12)
-    watch.close()
+    assert await patient.next_gathered() == Gathered(session=0, grant=11, digest=1)
+    watch.remove(1)
+    patient.gather(21, 1, session=1)
+    await looks_since(patient)
+    assert patient.gathered.empty()
+    watch.close(is_idle=True)
 
 
-@pytest.mark.parametrize("written", [{8: 5}, {8: 1, 10: 5}])
-async def test_a_stopped_session_is_not_looked_at(written: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its grants can last for long, and a writer that writes a number too high would keep the thread from waiting."""
-    looks: list[float] = []
-
-    def wait(words: Any, *, timeout_s: float, most_pause_s: float) -> bool:
-        looks.append(timeout_s)
-        return compiled_copy.wait_for_words(words, timeout_s=timeout_s, most_pause_s=most_pause_s)
-
-    monkeypatch.setattr(signal_watch, "wait_for_words", wait)
-    sessions = Sessions(2)
-    sessions.watch.begin(0, sessions.readers[0])
-    for word, number in written.items():
-        HostWords(sessions.memories[0]).words[word] = number
-    async with asyncio.timeout(20):
-        while not sessions.readers[0].is_stopped:
-            await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
-    assert len(looks) < 5
-    sessions.watch.begin(1, sessions.readers[1])
-    sessions.gather(1, 20)
-    assert await sessions.next() == (1, 20)
-    sessions.watch.close()
+async def test_an_armed_scatter_is_queued_while_its_gather_runs_and_runs_after_it(patient: Ends) -> None:
+    patient.watch.begin(0, patient.readers[0])
+    for grant, wrong in ((8, 0), (16, 1)):
+        ran: list[int] = []
+        patient.arm(grant, 5 + wrong, scatter=lambda ran=ran: ran.append(1))  # type: ignore[misc]
+        signal = patient.begin(grant)
+        async with asyncio.timeout(20):
+            while patient.driver.is_idle(_STREAM):
+                await asyncio.sleep(0.001)
+        await looks_since(patient)
+        assert not ran and patient.scattered.empty()
+        patient.end(signal, 5)
+        found = await patient.next_scattered()
+        assert ran and (found.grant, found.is_intact) == (grant, not wrong) and 0 <= found.seconds < 10
+    assert patient.given_back == [8, 16] and patient.watch.is_idle
+    patient.watch.close(is_idle=True)
 
 
-async def test_a_resumed_session_is_looked_at_again() -> None:
-    """Also if one of its grants has lasted through the whole pause, and no other session is watched."""
-    sessions = Sessions(1)
-    watch, reader = sessions.watch, sessions.readers[0]
-    watch.begin(0, reader)
-    sessions.gather(0, 10)
-    assert await sessions.next() == (0, 10)
-    reader.stop()
-    watch.begin(1, reader)  # so that the thread sees it
-    watch.end(1)
-    async with asyncio.timeout(20):
-        while not watch._changed._waiters:  # type: ignore[attr-defined]  # noqa: SLF001
-            await asyncio.sleep(0.01)
-    watch.resume(reader)
-    watch.begin(0, reader)
-    assert sessions.gather(0, 11)
-    assert await sessions.next() == (0, 11)
-    watch.close()
+async def test_inside_the_gate_no_scatter_is_queued_and_a_disarmed_one_never(patient: Ends) -> None:
+    watch = patient.watch
+    watch.begin(0, patient.readers[0])
+    for grant in (8, 16):
+        patient.arm(grant, 5)
+    with watch.gate():
+        signals = [patient.begin(grant) for grant in (8, 16)]
+        time.sleep(0.05)
+        assert watch.take_queued() == [] and patient.driver.is_idle(_STREAM)
+        watch.disarm_unless(lambda session, grant: (session, grant) == (0, 16))
+        assert patient.given_back == [8] and watch.num_armed == 1
+    for signal in signals:
+        patient.end(signal, 5)
+    assert (await patient.next_scattered()).grant == 16
+    assert (await patient.next_gathered()).grant == 8
+    watch.close(is_idle=True)
 
 
-async def test_more_gathers_than_entries_all_come() -> None:
-    sessions = Sessions(1)
-    sessions.watch.begin(0, sessions.readers[0])
+async def test_more_gathers_than_entries_all_come(patient: Ends) -> None:
+    patient.watch.begin(0, patient.readers[0])
     for begin in range(0, 5 * NUM_ENTRIES, NUM_ENTRIES):
         grants = range(begin, begin + NUM_ENTRIES)
-        assert all(sessions.gather(0, grant) for grant in grants)
-        assert [await sessions.next() for _ in grants] == [(0, grant) for grant in grants]
-    sessions.watch.close()
+        assert all(patient.gather(grant, grant) for grant in grants)
+        assert [(await patient.next_gathered()).digest for _ in grants] == [*grants]
+    patient.watch.close(is_idle=True)
+
+
+async def test_without_a_free_entry_no_signal_is_sent_and_later_ones_are(patient: Ends) -> None:
+    """Entries are closed in any order. An entry is reused only when all earlier entries are closed."""
+    patient.watch.begin(0, patient.readers[0])
+    first = patient.begin(0)
+    for grant in range(1, NUM_ENTRIES):
+        assert patient.gather(grant, grant)
+    assert not patient.gather(1000, 5)
+    assert [(await patient.next_gathered()).grant for _ in range(1, NUM_ENTRIES)] == [*range(1, NUM_ENTRIES)]
+    assert not patient.gather(1001, 5)
+    patient.end(first, 0)
+    assert (await patient.next_gathered()).grant == 0
+    assert patient.gather(1002, 9)
+    assert (await patient.next_gathered()).digest == 9
+    patient.watch.close(is_idle=True)
+
+
+async def test_a_stopped_session_continues_in_order_after_the_pause(patient: Ends) -> None:
+    """Signals that were sent before the stop are included."""
+    watch = patient.watch
+    watch.begin(0, patient.readers[0])
+    await looks_since(patient)
+    assert watch.stop(0) and not watch.stop(0)
+    assert not patient.gather(2, 2)
+    await looks_since(patient)
+    assert patient.gathered.empty()
+    watch.resume(0)
+    assert patient.gather(3, 9)
+    assert await patient.next_gathered() == Gathered(session=0, grant=3, digest=9)
+    watch.close(is_idle=True)
+
+
+@pytest.mark.parametrize("written", [{8: 5}, {8: 1, 10: 5}, dict.fromkeys(range(8, NUM_BYTES // 8), 2**64 - 1)])
+async def test_a_writer_that_skips_an_entry_is_not_followed(patient: Ends, written: dict[int, int]) -> None:
+    """The next look would find news again, and so on: the thread would never wait."""
+    patient.watch.begin(0, patient.readers[0])
+    for word, number in written.items():
+        patient.words[0][word] = number
+    async with asyncio.timeout(20):
+        while not patient.words[0][1]:
+            await asyncio.sleep(0.001)
+    patient.watch.resume(0)
+    assert patient.words[0][1] and patient.gathered.empty()
+    await looks_since(patient)  # others are
+    patient.watch.close(is_idle=True)
+
+
+async def test_a_gather_that_does_not_end_is_given_up(ends: Ends) -> None:
+    """Its writer sends messages from then on: otherwise that of a slow gather would follow only after `repeat_after_s`."""
+    ends.watch.begin(0, ends.readers[0])
+    ends.arm(8, 5)
+    signal = ends.begin(8)
+    begun_s = time.monotonic()
+    assert (await ends.next_scattered()).is_intact is None
+    assert time.monotonic() - begun_s >= _LIMIT_S
+    assert not signal.is_sent and ends.driver.is_idle(_STREAM) and ends.watch.stop(0) is not None
+    ends.watch.close(is_idle=True)
+
+
+async def test_a_launch_that_waits_for_the_stream_returns_after_the_limit(ends: Ends) -> None:
+    """The first launch of a kernel waits for the whole device. The thread that looks at the words is in the launch."""
+    ends.driver.is_blocking = True
+    ends.watch.begin(0, ends.readers[0])
+    ends.arm(8, 5)
+    ends.begin(8)
+    assert (await ends.next_scattered()).is_intact is None
+    ends.watch.close(is_idle=True)
+
+
+async def test_a_call_that_holds_the_gil_does_not_keep_a_stream_waiting(ends: Ends) -> None:
+    ends.watch.begin(0, ends.readers[0])
+    ends.arm(8, 5)
+    ends.begin(8)
+    async with asyncio.timeout(20):
+        while ends.driver.is_idle(_STREAM):
+            await asyncio.sleep(0.001)
+    ctypes.PyDLL(None).usleep(int(10 * _LIMIT_S * 1e6))
+    assert ends.words[0][8 + 5] == 1
+    assert (await ends.next_scattered()).is_intact is None
+    ends.watch.close(is_idle=True)
+
+
+async def test_a_writer_that_sets_the_word_back_does_not_keep_a_stream_waiting(ends: Ends) -> None:
+    """The host accepts the number as the end. For the device, which compares cyclically, the number is lower."""
+    ends.watch.begin(0, ends.readers[0])
+    ends.arm(8, 5)
+    ends.begin(8)
+    ends.words[0][8 + 5] = 1 + 2**63
+    assert (await ends.next_scattered()).is_intact is None
+    ends.watch.close(is_idle=True)
+
+
+async def test_a_closed_session_keeps_its_words_until_its_scatter_has_ended(ends: Ends) -> None:
+    ends.watch.begin(0, ends.readers[0])
+    ends.arm(8, 5)
+    ends.begin(8)
+    async with asyncio.timeout(20):
+        while ends.driver.is_idle(_STREAM):
+            await asyncio.sleep(0.001)
+    ends.watch.remove(0)
+    with contextlib.suppress(BufferError):  # the test's own view is kept
+        ends.readers[0].words.words.release()
+    assert (await ends.next_scattered()).is_intact is None
+    ends.watch.close(is_idle=True)
+
+
+async def test_a_forked_process_can_close_the_watch_and_open_another(patient: Ends) -> None:
+    """It has no thread of its parent's."""
+    patient.watch.begin(0, patient.readers[0])
+    child = os.fork()
+    if not child:
+        patient.watch.end_thread()
+        other = signal_watch._signals.Watch(patient.driver.functions, 1.0)  # type: ignore[union-attr]  # noqa: SLF001
+        other.close()
+        os._exit(0)
+    deadline_s = time.monotonic() + 20
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.01)
+    assert ended[1] == 0
+    patient.gather(8, 5)
+    assert (await patient.next_gathered()).digest == 5
+    patient.watch.close(is_idle=True)
+
+
+def test_a_process_can_end_while_a_stream_waits() -> None:
+    """The words are unmapped before it has ended."""
+    code = """
+import atexit, ctypes, mmap, time
+words, total, cell = mmap.mmap(-1, 8192), ctypes.c_uint64(), (ctypes.c_uint64 * 2)()
+address = ctypes.addressof(ctypes.c_char.from_buffer(words))
+def end():
+    ctypes.CDLL(None).munmap(ctypes.c_void_p(address), 8192)
+    time.sleep(0.5)
+atexit.register(end)  # runs after what is registered later
+import asyncio
+from tests.transport.host_cuda import HostWords
+from transfer.copy.piece_copier import ScatterLaunch
+from transfer.receive.signal_watch import SignalWatch
+from transfer.transport.signals import SignalReader, SignalWriter
+target = HostWords(words)
+target.functions = (ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value,) * 5  # each returns 0
+watch = SignalWatch(asyncio.new_event_loop(), lambda: None)
+watch.begin(0, SignalReader(target))
+places = {"sum_address": ctypes.addressof(total), "cell_address": ctypes.addressof(cell)}
+watch.arm(0, 8, ScatterLaunch(stream=1, kernels=(), keeps=None, give_back=lambda: None, **places))
+SignalWriter(HostWords(words)).of(8).begin(0, ctypes.addressof(total))
+is_queued = False
+while not is_queued:
+    with watch.gate():
+        is_queued = bool(watch.take_queued())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr)

@@ -13,24 +13,33 @@ import structlog
 import torch
 
 from tests.runtime.test_local_pair import DECODE, TOKENS, Pair
-from tests.transport.host_cuda import HostCuda, TwinTransport
+from tests.transport.host_cuda import HostCuda, HostDriver, HostWords, TwinTransport
 from transfer import local_pair
+from transfer.copy.digest import HostDigest
 from transfer.copy.host_copy_queue import HostCopyQueue
+from transfer.copy.piece_copier import ScatterLaunch
 from transfer.errors import TransferAborted
 from transfer.receive import loop as receive_loop
+from transfer.receive import signal_watch
+from transfer.receive.loop import ReceiverLoop
 from transfer.send import loop as send_loop
-from transfer.transport.signals import ArrivalSignal, GatherSignal, SignalReader
+from transfer.transport.signals import NUM_ENTRIES, GatherSignal
 
+needs_compiled = pytest.mark.skipif(
+    not signal_watch.IS_BUILT, reason="transfer.receive._signals is not built: make setup builds it"
+)
 _LOOK_S = 0.0005
+_SLOW_S = 0.06
 
 
 class SignallingQueue(HostCopyQueue):
-    """Copies in host memory. Gathers take some time, and send signals like a stream of a device."""
+    """Copies in host memory. Gathers take some time, and send signals like a stream of a device. Scatters can be armed."""
 
+    driver: HostDriver
     chance: random.Random
-    give_up: float  # share of signals that are given up
+    slow: float  # share of gathers that take `_SLOW_S`
+    unarmed: float  # share of scatters that cannot be armed
     num_used: int
-    num_given_up: int
 
     def gather(self, piece: Any, out: Any, *, on_done: Any, signal: GatherSignal | None = None, **how: Any) -> None:
         wire = torch.frombuffer((ctypes.c_uint8 * out.numel()).from_address(out.data_ptr()), dtype=torch.uint8)
@@ -47,146 +56,174 @@ class SignallingQueue(HostCopyQueue):
         def gather() -> None:
             super(SignallingQueue, self).gather(piece, wire, on_done=done, **how)
 
-        asyncio.get_running_loop().call_later(self.chance.choice([0, 2, 6]) * _LOOK_S, gather)
+        pause_s = _SLOW_S if self.chance.random() < self.slow else self.chance.choice([0, 2, 6]) * _LOOK_S
+        asyncio.get_running_loop().call_later(pause_s, gather)
 
-    def scatter(
-        self, piece: Any, source: Any, *, digest: int, on_done: Any, signal: ArrivalSignal | None = None, **how: Any
-    ) -> None:
-        if signal is None:
-            super().scatter(piece, source, digest=digest, on_done=on_done, **how)
-            return
-        address, value = signal.awaited_end
-        will_give_up = self.chance.random() < self.give_up
+    def launch_of(self, piece: Any, source: Any, *, algorithm: str, peer: int) -> ScatterLaunch | None:
+        if self.chance.random() < self.unarmed:
+            return None
+        total, cell = ctypes.c_uint64(), (ctypes.c_uint64 * 2)()
 
-        def done(is_intact: bool | None, seconds: float) -> None:
-            signal.close()
-            on_done(is_intact, seconds)
+        def scatter() -> None:
+            type(self).num_used += 1
+            found = HostDigest(algorithm)
+            piece.scatter(source, found)
+            total.value = found.value()
 
-        def look() -> None:
-            if will_give_up:
-                type(self).num_given_up += 1
-                for word, written in signal.giving_up:
-                    ctypes.c_uint64.from_address(word).value = written
-                done(None, 0.0)
-            elif ctypes.c_uint64.from_address(address).value < value:
-                asyncio.get_running_loop().call_later(_LOOK_S, look)
-            else:
-                type(self).num_used += 1
-                super(SignallingQueue, self).scatter(piece, source, digest=signal.digest, on_done=done, **how)
-
-        look()
+        return ScatterLaunch(
+            stream=peer,
+            sum_address=ctypes.addressof(total),
+            cell_address=ctypes.addressof(cell),
+            kernels=((self.driver.kernel(scatter), 1, 1, 32, 0, b""),),
+            keeps=(total, cell),
+            give_back=lambda: None,
+        )
 
 
-def readers_of(pair: Pair) -> list[SignalReader]:
-    loops = [receiver.loop for receiver in pair.pair._receivers]  # noqa: SLF001
-    readers = [session.signal_reader for loop in loops for session in loop._sessions.values()]  # noqa: SLF001
+def loops_of(pair: Pair) -> list[ReceiverLoop]:
+    return [receiver.loop for receiver in pair.pair._receivers]  # noqa: SLF001
+
+
+def words_of(pair: Pair) -> list[HostWords]:
+    """Signals of all sessions, by the loops."""
+    readers = [session.signal_reader for loop in loops_of(pair) for session in loop._sessions.values()]  # noqa: SLF001
     assert readers and all(reader is not None for reader in readers)
-    return [reader for reader in readers if reader is not None]
+    return [reader.words for reader in readers if reader is not None]
 
 
-async def all_ended(pair: Pair, readers: list[SignalReader]) -> None:
-    """Wait until the loops are idle. Then no grant is watched, and each entry that was taken is closed."""
-    for receiver in pair.pair._receivers:  # noqa: SLF001
-        loop = receiver.loop
+def num_stopped(words: list[HostWords]) -> int:
+    return sum(one.words[1] for one in words)
+
+
+async def all_ended(pair: Pair) -> None:
+    """Wait until the loops are idle. Then no grant is watched, and no scatter is armed."""
+    for loop in loops_of(pair):
         while not loop.is_idle:
             await asyncio.sleep(_LOOK_S)
-        assert not loop._awaited and not loop._signals  # noqa: SLF001
-        assert not loop._watch._num_awaited and not loop._watch._readers  # noqa: SLF001
-    for reader in readers:
-        while reader._num_taken != reader._num_closed:  # noqa: SLF001  # signals between the thread and the loop
+        assert not loop._awaited and not loop._to_arm and not loop._signalled  # noqa: SLF001
+        assert loop._watch.is_idle and not loop._watch.num_armed  # noqa: SLF001
+
+
+async def all_closed(words: list[HostWords]) -> None:
+    """Wait until every entry whose gather has begun is closed. The last gather of each session was looked at."""
+    for one in words:
+        while one.words[0] != max(one.words[8 * entry + 2] for entry in range(1, NUM_ENTRIES + 1)):
             await asyncio.sleep(_LOOK_S)
 
 
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = HostCuda()
-    SignallingQueue.chance, SignallingQueue.give_up = random.Random(1), 0.0
-    SignallingQueue.num_used = SignallingQueue.num_given_up = 0
+    SignallingQueue.driver = cuda.stream_driver = HostDriver()
+    SignallingQueue.chance, SignallingQueue.slow, SignallingQueue.unarmed = random.Random(1), 0.0, 0.0
+    SignallingQueue.num_used = 0
     monkeypatch.setattr(local_pair, "InprocTransport", lambda hub: TwinTransport(cuda))
-    monkeypatch.setattr(receive_loop, "IS_BUILT", True)
+    monkeypatch.setattr(signal_watch, "SIGNAL_LIMIT_S", 20.0)
     for module in (send_loop, receive_loop):
         monkeypatch.setattr(module, "open_copy_queue", lambda name, device, loop, crash: SignallingQueue(name, loop, crash))
 
 
 @pytest.mark.usefixtures("faked")
 async def test_without_compiled_code_signals_are_stopped_and_prompts_arrive_by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that needs the GIL to end the wait of a stream may never get it (see `test_signalled_scatter`)."""
+    """A thread that needs the GIL to end the wait of a stream may never get it."""
     monkeypatch.setattr(receive_loop, "IS_BUILT", False)
     pair = Pair()
     async with asyncio.timeout(20), pair.pair:
-        readers = readers_of(pair)
+        words = words_of(pair)
         pair.compute("0", 0)
         await pair.pair.transfer("0", num_tokens=TOKENS, **pair.tables(0))
         pair.assert_arrived("0", 0)
-        await all_ended(pair, readers)
-        assert all(reader.is_stopped for reader in readers) and not SignallingQueue.num_used
+        await all_ended(pair)
+        assert num_stopped(words) == len(words) and not SignallingQueue.num_used
 
 
+@needs_compiled
 @pytest.mark.usefixtures("faked")
 async def test_grants_of_a_pause_use_signals_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their writer sends a message only if no release comes for a second."""
     monkeypatch.setattr(receive_loop, "SIGNAL_PAUSE_S", 2.0)
-    SignallingQueue.give_up = 1.0
+    monkeypatch.setattr(signal_watch, "SIGNAL_LIMIT_S", _SLOW_S / 3)
+    SignallingQueue.slow = 1.0
     pair = Pair()
     async with asyncio.timeout(20), pair.pair:
-        readers = readers_of(pair)
+        words = words_of(pair)
         pair.compute("0", 0)
         await pair.pair.transfer("0", num_tokens=TOKENS, **pair.tables(0))
-        await all_ended(pair, readers)
-        assert all(reader.is_stopped for reader in readers)
-        SignallingQueue.give_up = 0.0
+        pair.assert_arrived("0", 0)
+        await all_ended(pair)
+        assert num_stopped(words) == len(words)
+        SignallingQueue.slow, SignallingQueue.num_used = 0.0, 0
         pair.compute("1", 1)
         request = pair.pair.begin("1", num_tokens=TOKENS, **pair.tables(1))
-        rings = [receiver.loop.ring for receiver in pair.pair._receivers]  # noqa: SLF001
-        while not all(ring.num_live_grants for ring in rings):
+        while not all(loop.ring.num_live_grants for loop in loops_of(pair)):
             await asyncio.sleep(_LOOK_S)
-        assert all(reader.is_stopped for reader in readers)
-        while any(reader.is_stopped for reader in readers):
+        assert num_stopped(words) == len(words)
+        while num_stopped(words):
             await asyncio.sleep(_LOOK_S)
         request.computed(TOKENS)
         await request.wait()
         pair.assert_arrived("1", 1)
-        await all_ended(pair, readers)
+        await all_ended(pair)
         assert SignallingQueue.num_used
 
 
+@needs_compiled
 @pytest.mark.usefixtures("faked")
-async def test_a_session_that_ends_before_a_scatter_is_queued_gives_no_signal_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy queue reports None then, too. The metric and the log line say that a device was slow."""
-    waiting: list[Any] = []
-    monkeypatch.setattr(SignallingQueue, "scatter", lambda queue, piece, source, **how: waiting.append(how))
+async def test_a_session_that_ends_while_its_gathers_run_reports_no_slow_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scatters under way end by the limit of their wait. The metric and the log line say that a device was slow."""
+    monkeypatch.setattr(signal_watch, "SIGNAL_LIMIT_S", _SLOW_S / 3)
+    SignallingQueue.slow = 1.0
     pair = Pair()
     async with asyncio.timeout(20), pair.pair:
         pair.compute("0", 0)
         request = pair.pair.begin("0", num_tokens=TOKENS, **pair.tables(0))
         request.computed(TOKENS)
-        while not waiting:
+        while not any(loop._signalled or loop._watch._launches for loop in loops_of(pair)):  # noqa: SLF001
             await asyncio.sleep(_LOOK_S)
-        for session in {how["peer"] for how in waiting}:
-            for receiver in pair.pair._receivers:  # noqa: SLF001
-                receiver.loop.close_session(session, "the link is lost")
-            for sender in pair.pair._senders:  # noqa: SLF001
-                sender.loop.close_session(session, "the link is lost")
         with structlog.testing.capture_logs() as lines:
-            for how in waiting:
-                if how["signal"] is not None:
-                    how["signal"].close()
-                how["on_done"](None, 0.0)
-        with pytest.raises(TransferAborted):
-            await request.wait()
+            for loop in (*loops_of(pair), *(sender.loop for sender in pair.pair._senders)):  # noqa: SLF001
+                for session in list(loop._sessions if isinstance(loop, ReceiverLoop) else loop._peers):  # noqa: SLF001
+                    loop.close_session(session, "the link is lost")
+            with pytest.raises(TransferAborted):
+                await request.wait()
+            await all_ended(pair)
         assert not [line for line in lines if line["event"] == "signal_given_up"]
 
 
+@needs_compiled
 @pytest.mark.usefixtures("faked")
-@pytest.mark.parametrize("give_up", [0.0, 0.2])
+async def test_a_scatter_that_cannot_be_queued_ends_the_rank() -> None:
+    SignallingQueue.driver.status = 700
+    crashes: list[BaseException] = []
+    pair = Pair()
+    async with asyncio.timeout(20):
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(pair.pair)
+            for loop in loops_of(pair):
+                loop._on_crash = crashes.append  # noqa: SLF001
+            pair.compute("0", 0)
+            request = pair.pair.begin("0", num_tokens=TOKENS, **pair.tables(0))
+            request.computed(TOKENS)
+            while not crashes:
+                await asyncio.sleep(_LOOK_S)
+            SignallingQueue.driver.status = 0
+            request.cancel("the rank ends")
+    assert "CUDA's driver returned error 700" in str(crashes[0])
+
+
+@needs_compiled
+@pytest.mark.usefixtures("faked")
+@pytest.mark.parametrize("slow", [0.0, 0.1])
 @pytest.mark.parametrize("seed", range(2))
-async def test_prompts_arrive_and_nothing_is_left(seed: int, give_up: float) -> None:
+async def test_prompts_arrive_and_nothing_is_left(seed: int, slow: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts run one after the other and two at once. Some are cancelled during the transfer."""
     chance = SignallingQueue.chance = random.Random(seed)
-    SignallingQueue.give_up = give_up
+    SignallingQueue.slow, SignallingQueue.unarmed = slow, 0.2
+    if slow:
+        monkeypatch.setattr(signal_watch, "SIGNAL_LIMIT_S", _SLOW_S / 3)
     pair = Pair()
     async with asyncio.timeout(20), pair.pair:
-        readers = readers_of(pair)
+        words = words_of(pair)
         for number in range(20):
             first, second = f"{number}.0", f"{number}.1"
             pair.compute(first, 0)
@@ -208,28 +245,29 @@ async def test_prompts_arrive_and_nothing_is_left(seed: int, give_up: float) -> 
                 assert is_cancelled
             else:
                 pair.assert_arrived(second, 1)
-        await all_ended(pair, readers)
-        assert SignallingQueue.num_used > 20 or give_up
-        assert (SignallingQueue.num_given_up > 0) == (give_up > 0)
-        assert not give_up or any(reader.is_stopped for reader in readers)
-        for reader in readers:
-            reader.resume()  # as after the pause
+        await all_ended(pair)
+        assert SignallingQueue.num_used > 20 or slow
+        assert (num_stopped(words) > 0) == (slow > 0)
+        SignallingQueue.slow = SignallingQueue.unarmed = 0.0
+        for loop in loops_of(pair):
+            for session in loop._sessions:  # noqa: SLF001
+                loop._watch.resume(session)  # noqa: SLF001  # as after the pause
         num_used = SignallingQueue.num_used
-        SignallingQueue.give_up = 0.0
         pair.compute("resumed", 0)
         await pair.pair.transfer("resumed", num_tokens=TOKENS, **pair.tables(0))
         pair.assert_arrived("resumed", 0)
         assert SignallingQueue.num_used > num_used
+        await all_closed(words)
         pair.compute("lost", 0)
         lost = pair.pair.begin("lost", num_tokens=TOKENS, **pair.tables(0))
         lost.computed(TOKENS)
         await asyncio.sleep(chance.choice([0, 2, 10]) * _LOOK_S)
-        receiver = pair.pair._receivers[0].loop  # noqa: SLF001
+        receiver = loops_of(pair)[0]
         session = next(iter(receiver._sessions))  # noqa: SLF001
         receiver.close_session(session, "the link is lost")
         for sender in pair.pair._senders:  # noqa: SLF001
             sender.loop.close_session(session, "the link is lost")  # as the end of the registry's stream does
         with contextlib.suppress(TransferAborted):  # it may have arrived before
             await lost.wait()
-        await all_ended(pair, readers)
-    assert len(readers) == DECODE.num_ranks
+        await all_ended(pair)
+    assert len(words) == DECODE.num_ranks

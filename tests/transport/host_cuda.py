@@ -13,8 +13,9 @@ import mmap
 import os
 import secrets
 import threading
+import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,19 +102,106 @@ class _Allocation:
     device: int
 
 
-class HostWords:
-    """`CudaWords` whose streams do everything at once, and never wait."""
+class HostDriver:
+    """The driver's functions of `DeviceWords.functions`, as a C thread calls them. A thread runs the work of all streams.
 
-    def __init__(self, memory: Any) -> None:
+    Streams are named by any numbers. A kernel is a function of Python, named by what `kernel` returns.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[int, deque[Callable[[], bool]]] = {}
+        self._kernels: dict[int, Callable[[], None]] = {}
+        self._numbers = itertools.count(1)
+        self._changed = threading.Condition()
+        self.status = 0
+        """Returned by every launch from now on."""
+        self.is_blocking = False
+        """Whether a launch returns only when its stream is done, as that of a new kernel can."""
+        word, size, handle = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+        number = ctypes.c_uint
+        kinds: list[tuple[Any, ...]] = [
+            (handle,),
+            (handle, word, word, number),
+            (handle, *7 * [number], handle, handle, handle),
+            (handle, word, size, handle),
+            (handle, word, word, number),
+        ]
+        calls: list[Any] = [self._set_context, self._wait, self._launch, self._copy_to_host, self._write]
+        self._kept = [ctypes.CFUNCTYPE(ctypes.c_int, *kind)(call) for kind, call in zip(kinds, calls, strict=True)]
+        self.functions = tuple(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in self._kept)
+        threading.Thread(target=self._run, name="host-driver", daemon=True).start()
+
+    def kernel(self, function: Callable[[], None]) -> int:
+        """Name a kernel, which can be launched once."""
+        number = next(self._numbers)
+        self._kernels[number] = function
+        return number
+
+    def is_idle(self, stream: int) -> bool:
+        """Return whether all work of the stream has run."""
+        with self._changed:
+            return not self._streams.get(stream)
+
+    def queue(self, stream: int | None, work: Callable[[], bool]) -> int:
+        """Queue work that returns whether it is done."""
+        with self._changed:
+            self._streams.setdefault(stream or 0, deque()).append(work)
+            self._changed.notify()
+        return 0
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: any(self._streams.values()))
+                first = [(works, works[0]) for works in self._streams.values() if works]
+            done = [works for works, work in first if work()]
+            with self._changed:
+                for works in done:
+                    works.popleft()
+            if not done:
+                time.sleep(0.0002)
+
+    def _set_context(self, context: int) -> int:
+        return 0
+
+    def _wait(self, stream: int, address: int, value: int, flags: int) -> int:
+        # CUDA compares cyclically: the signed difference must be at least 0.
+        return self.queue(stream, lambda: (ctypes.c_uint64.from_address(address).value - value) % 2**64 < 2**63)
+
+    def _launch(self, function: int, *arguments: Any) -> int:
+        while self.is_blocking and not self.is_idle(arguments[7]):
+            time.sleep(0.0002)
+        kernel = self._kernels.pop(function)
+        return self.status or self.queue(arguments[7], lambda: kernel() is None)
+
+    def _copy_to_host(self, target: int, source: int, num_bytes: int, stream: int) -> int:
+        return self.queue(stream, lambda: ctypes.memmove(target, source, num_bytes) is not None)
+
+    def _write(self, stream: int, address: int, value: int, flags: int) -> int:
+        def write() -> bool:
+            ctypes.c_uint64.from_address(address).value = value
+            return True
+
+        return self.queue(stream, write)
+
+
+class HostWords:
+    """`CudaWords` whose writer's stream does everything at once.
+
+    Args:
+        driver: Of the target's streams. None: no scatter may be armed.
+    """
+
+    context = 0
+
+    def __init__(self, memory: Any, driver: HostDriver | None = None) -> None:
         self.words = memoryview(memory).cast("B").cast("Q")
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.address = self.device_address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.functions = (0,) * 5 if driver is None else driver.functions
         self._memory = memory
 
     def write(self, stream: int, word: int, value: int) -> None:
         self.words[word] = value
-
-    def wait(self, stream: int, word: int, value: int) -> None:
-        return
 
     def copy(self, stream: int, word: int, source: int) -> None:
         self.words[word] = ctypes.c_uint64.from_address(source).value
@@ -131,6 +219,7 @@ class HostCuda(Cuda):
         self.broken: str | None = None  # the error of every call from now on, as after an illegal address
         self.unshareable = False  # as with expandable segments
         self.has_words = True
+        self.stream_driver: HostDriver | None = None
         self.idle = threading.Event()  # cleared: a kernel runs, and the device is waited for until it is set again
         self.idle.set()
         self._lock = threading.Lock()
@@ -199,7 +288,7 @@ class HostCuda(Cuda):
         self._files.pop(mapped.address).close()
 
     def open_words(self, device: int, memory: Any, closing: Any) -> HostWords | None:
-        return HostWords(memory) if self.has_words else None
+        return HostWords(memory, self.stream_driver) if self.has_words else None
 
     def open_stream(self, device: int) -> TwinStream:
         self.run("cuStreamCreate")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from transfer.copy import torch_copy
 from transfer.copy.compiled_copy import CompiledCopier
-from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory
+from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier, KernelLaunch, WireMemory
 from transfer.copy.digest import HostDigest
 from transfer.copy.host_copy import HostCopier
 from transfer.copy.kernel_choice import Kernels, choose_kernels
@@ -32,6 +32,7 @@ __all__ = [
     "CopyPlan",
     "Digest",
     "HeadSliceCopier",
+    "KernelLaunch",
     "Kernels",
     "WireMemory",
     "add_digest",

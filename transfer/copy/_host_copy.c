@@ -9,20 +9,13 @@
  * The wire of a scatter can be memory that a hostile peer changes at any time. So a scatter with a digest loads each byte of the wire
  * once, and copies and digests this one value. The barriers keep the compiler from loading it again. The pool of a gather is memory of
  * this process, and its wire is of no further use if a peer has changed it.
- * A second task is here because it must not hold the GIL either: waiting for words in shared memory.
  * Source of XXH3: github.com/Cyan4973/xxHash, doc/xxhash_spec.md, 64 bits, seed 0, inputs longer than 240 bytes.
  */
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <errno.h>
-#include <pthread.h>
-#include <signal.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
-#include <time.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -376,189 +369,11 @@ static PyObject *source_hash(PyObject *module, PyObject *arguments) {
     return PyUnicode_FromString(SOURCE_HASH);
 }
 
-/* Waiting for words that a device of another process writes (transfer/transport/signals.py) */
-
-typedef struct {
-    uint64_t address, value;
-} Word;
-
-static int has_come(const Word *words, Py_ssize_t num_words) {
-    for (Py_ssize_t i = 0; i < num_words; i++)
-        if (__atomic_load_n((const uint64_t *)(uintptr_t)words[i].address, __ATOMIC_ACQUIRE) >= words[i].value)
-            return 1;
-    return 0;
-}
-
-static int64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-static PyObject *wait_for_words(PyObject *Py_UNUSED(module), PyObject *args) {
-    Py_buffer words;
-    long long timeout_ns, least_pause_ns, most_pause_ns;
-    if (!PyArg_ParseTuple(args, "y*LLL", &words, &timeout_ns, &least_pause_ns, &most_pause_ns))
-        return NULL;
-    const Word *awaited = words.buf;
-    Py_ssize_t num_words = words.len / (Py_ssize_t)sizeof *awaited;
-    int found;
-    Py_BEGIN_ALLOW_THREADS
-    prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0); /* of this thread: the default is 50 us */
-    int64_t began = now_ns();
-    while (!(found = has_come(awaited, num_words))) {
-        int64_t waited = now_ns() - began, pause = waited / 16;
-        if (waited >= timeout_ns)
-            break;
-        pause = pause < least_pause_ns ? least_pause_ns : pause > most_pause_ns ? most_pause_ns : pause;
-        nanosleep(&(struct timespec){.tv_sec = pause / 1000000000, .tv_nsec = pause % 1000000000}, NULL);
-    }
-    Py_END_ALLOW_THREADS
-    PyBuffer_Release(&words);
-    return PyBool_FromLong(found);
-}
-
-/* Time limits of streams that wait for a word. A thread without Python ends such a wait: every thread with Python can be waiting for
- * the GIL, whose holder can be in a call of CUDA that returns only when the stream is done. */
-
-enum { MAX_LAST_WORDS = 2 };
-
-typedef struct Limit {
-    struct Limit *next;
-    int64_t timeout_ns, ends_ns;
-    int has_written;
-    Word awaited;
-    Py_ssize_t num_last;
-    Word last[MAX_LAST_WORDS];
-} Limit;
-
-static pthread_mutex_t limits_lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t limits_changed;
-static Limit *limits;
-static int has_limits_thread;
-
-/* Look at the words whose time is up. CUDA compares cyclically, and a hostile writer can write any number and at any time: so the
- * word is written unless it is the number itself, and looked at again after the same time. */
-static void end_limits(int64_t now) {
-    for (Limit *limit = limits; limit != NULL; limit = limit->next) {
-        if (limit->ends_ns > now)
-            continue;
-        limit->ends_ns = now + limit->timeout_ns;
-        uint64_t found = __atomic_load_n((const uint64_t *)(uintptr_t)limit->awaited.address, __ATOMIC_ACQUIRE);
-        for (Py_ssize_t i = 0; found != limit->awaited.value && i < limit->num_last; i++) {
-            __atomic_store_n((uint64_t *)(uintptr_t)limit->last[i].address, limit->last[i].value, __ATOMIC_RELEASE);
-            limit->has_written = 1;
-        }
-    }
-}
-
-static void *watch_limits(void *Py_UNUSED(unused)) {
-    pthread_mutex_lock(&limits_lock);
-    for (;;) {
-        int64_t first = INT64_MAX;
-        for (Limit *limit = limits; limit != NULL; limit = limit->next)
-            if (limit->ends_ns < first)
-                first = limit->ends_ns;
-        if (first == INT64_MAX) {
-            pthread_cond_wait(&limits_changed, &limits_lock);
-            continue;
-        }
-        struct timespec until = {.tv_sec = first / 1000000000, .tv_nsec = first % 1000000000};
-        pthread_cond_timedwait(&limits_changed, &limits_lock, &until);
-        end_limits(now_ns());
-    }
-    return NULL;
-}
-
-/* A forked child has neither the thread nor the streams. */
-static void forget_limits(void) {
-    pthread_mutex_init(&limits_lock, NULL);
-    limits = NULL;
-    has_limits_thread = 0;
-}
-
-/* With the lock held. Returns an error number. */
-static int start_limits_thread(void) {
-    static int has_fork_handler;
-    pthread_condattr_t clock;
-    pthread_t thread;
-    sigset_t all, before;
-    if (!has_fork_handler && pthread_atfork(NULL, NULL, forget_limits) != 0)
-        return ENOMEM;
-    has_fork_handler = 1;
-    pthread_condattr_init(&clock);
-    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-    pthread_cond_init(&limits_changed, &clock);
-    pthread_condattr_destroy(&clock);
-    sigfillset(&all); /* signals of the process are for Python's threads */
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error = pthread_create(&thread, NULL, watch_limits, NULL);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (error == 0)
-        error = pthread_detach(thread);
-    has_limits_thread = error == 0;
-    return error;
-}
-
-static PyObject *begin_limit(PyObject *Py_UNUSED(module), PyObject *args) {
-    Py_buffer last;
-    unsigned long long address, value;
-    long long timeout_ns;
-    if (!PyArg_ParseTuple(args, "KKy*L", &address, &value, &last, &timeout_ns))
-        return NULL;
-    Limit *limit = calloc(1, sizeof *limit);
-    Py_ssize_t num_last = last.len / (Py_ssize_t)sizeof(Word);
-    if (limit == NULL || num_last > MAX_LAST_WORDS) {
-        free(limit);
-        PyBuffer_Release(&last);
-        return PyErr_NoMemory();
-    }
-    limit->awaited = (Word){.address = address, .value = value};
-    limit->num_last = num_last;
-    memcpy(limit->last, last.buf, (size_t)num_last * sizeof(Word));
-    PyBuffer_Release(&last);
-    limit->timeout_ns = timeout_ns;
-    limit->ends_ns = now_ns() + timeout_ns;
-    pthread_mutex_lock(&limits_lock); /* its holders only look at a list, and never wait for the GIL */
-    int error = has_limits_thread ? 0 : start_limits_thread();
-    if (error == 0) {
-        limit->next = limits;
-        limits = limit;
-        pthread_cond_signal(&limits_changed);
-    }
-    pthread_mutex_unlock(&limits_lock);
-    if (error != 0) {
-        free(limit);
-        errno = error;
-        return PyErr_SetFromErrno(PyExc_OSError);
-    }
-    return PyLong_FromVoidPtr(limit);
-}
-
-static PyObject *end_limit(PyObject *Py_UNUSED(module), PyObject *number) {
-    Limit *ended = PyLong_AsVoidPtr(number);
-    int has_written = 0;
-    pthread_mutex_lock(&limits_lock);
-    for (Limit **place = &limits; *place != NULL; place = &(*place)->next) {
-        if (*place != ended)
-            continue;
-        *place = ended->next;
-        has_written = ended->has_written;
-        free(ended);
-        break;
-    }
-    pthread_mutex_unlock(&limits_lock);
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(has_written);
-}
-
 /* Arguments and results are in _host_copy.pyi. */
 static PyMethodDef methods[] = {
-    {"begin_limit", begin_limit, METH_VARARGS, NULL},
     {"copy_pages", copy_pages, METH_VARARGS, NULL},
-    {"end_limit", end_limit, METH_O, NULL},
     {"has_avx2", has_avx2, METH_NOARGS, NULL},
     {"source_hash", source_hash, METH_NOARGS, NULL},
-    {"wait_for_words", wait_for_words, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

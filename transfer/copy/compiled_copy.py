@@ -7,15 +7,11 @@ already. So the time in Python does not depend on the number of layers, pages or
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import hashlib
-import time
-from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 from torch import Tensor
@@ -56,8 +52,6 @@ MIN_STREAMED_BYTES = 1 << 20
 
 # XXH3 has another algorithm for shorter inputs, which the compiled code does not have.
 _MIN_XXH3_BYTES = 241
-
-_LEAST_PAUSE_S: Final = 10e-6
 
 _NO_DIGEST: Final = 0
 _ALGORITHMS: Final[Mapping[str, int]] = {DIGEST_XXH3: 1, DIGEST_WORDS: 2}
@@ -130,70 +124,3 @@ def _described(view: Tensor, buffer: WireBuffer) -> tuple[int, ...]:
     pieces = (1, 0, heads * head_bytes) if is_joined else (heads, head_stride, head_bytes)
     tokens = (buffer.tokens.begin, buffer.tokens.end)
     return (view.data_ptr(), buffer.offset_bytes, page_stride, token_stride, *pieces, *tokens)
-
-
-def wait_for_words(words: Sequence[tuple[int, int]], *, timeout_s: float, most_pause_s: float) -> bool:
-    """Wait until one of the 64-bit words has reached its value. Return False after the timeout.
-
-    Looks with pauses of a sixteenth of the time waited so far, and of at most `most_pause_s`. The compiled code does not hold the
-    GIL: a thread that shares it with an engine can wait for it for milliseconds.
-
-    Args:
-        words: Addresses, and for each the least value that ends the wait.
-    """
-    if _host_copy is not None:
-        limits = (int(timeout_s * 1e9), int(_LEAST_PAUSE_S * 1e9), int(most_pause_s * 1e9))
-        found: bool = _host_copy.wait_for_words(_numbers_of(words), *limits)
-        return found
-    began_s = time.monotonic()
-    while not any(ctypes.c_uint64.from_address(address).value >= value for address, value in words):
-        waited_s = time.monotonic() - began_s
-        if waited_s >= timeout_s:
-            return False
-        time.sleep(min(max(waited_s / 16, _LEAST_PAUSE_S), most_pause_s))
-    return True
-
-
-class WaitLimit:
-    """A time limit for a word: if it does not have its value by then, other words are written, by a thread without Python.
-
-    Each thread with Python can be waiting for the GIL, whose holder can be in a call that returns only when the word has changed.
-    The word is looked at again each time the limit has passed, until `end`.
-
-    Args:
-        word: Address and value.
-        last: Addresses and values of at most two words to write, in this order.
-        keeps: Keeps the words mapped until `end`.
-
-    Raises:
-        OSError: The thread cannot be started.
-    """
-
-    _kept: ClassVar[dict[int, object]] = {}
-
-    def __init__(self, word: tuple[int, int], *, limit_s: float, last: Sequence[tuple[int, int]], keeps: object) -> None:
-        assert _host_copy is not None, "only compiled code can keep the limit"
-        self._number = _host_copy.begin_limit(*word, _numbers_of(last), int(limit_s * 1e9))
-        self._kept[self._number] = keeps
-
-    def end(self) -> bool:
-        """End it, once. Return whether the words were written."""
-        assert _host_copy is not None
-        has_written: bool = _host_copy.end_limit(self._number)
-        del self._kept[self._number]
-        return has_written
-
-    @classmethod
-    def end_all(cls) -> None:
-        """End the limits of all threads, before their words are unmapped at the end of the process."""
-        assert _host_copy is not None
-        for number in list(cls._kept):
-            _host_copy.end_limit(number)
-
-
-if _host_copy is not None:
-    atexit.register(WaitLimit.end_all)
-
-
-def _numbers_of(words: Sequence[tuple[int, int]]) -> array[int]:
-    return array("Q", [number for word in words for number in word])

@@ -25,6 +25,10 @@ class WireMemory(Protocol):
         ...
 
 
+KernelLaunch = tuple[int, int, int, int, int, bytes]
+"""Arguments of the driver's launch of a kernel: function, two dimensions of the grid, threads of a program, bytes of shared
+memory, and the parameters as the kernel reads them."""
+
 Digest = Tensor | HostDigest
 """Takes the digest of a copy: a `HostDigest` for a pool in host memory, otherwise int64 [1] on the pool's device."""
 
@@ -84,6 +88,12 @@ class CopyPlan(ABC):
 
         No other slot and no other head of a page is touched. The digest is of the bytes of `source`.
         """
+
+    def scatter_kernels(
+        self, pages: Tensor, source: WireMemory, *, first_page: int, digest: Tensor
+    ) -> Sequence[KernelLaunch] | None:
+        """Return the launches of a scatter with digest without queuing them. None if it needs more, or is not compiled."""
+        return None
 
     def is_compiled(self, wire_address: int, *, has_digest: bool, is_gather: bool) -> bool:
         """Return whether a call for a wire at that address only queues work. Only the alignment of the address matters.

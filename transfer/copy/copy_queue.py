@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from transfer.copy.piece_copier import OnGathered, OnScattered, PieceCopy
+from transfer.copy.piece_copier import OnGathered, OnScattered, PieceCopy, ScatterLaunch
 from transfer.engine_types import DeviceEvent
 from transfer.transport.base import DirectMemory
-from transfer.transport.signals import ArrivalSignal, GatherSignal
+from transfer.transport.signals import GatherSignal
 
 
 class CopyQueue(Protocol):
@@ -47,6 +47,10 @@ class CopyQueue(Protocol):
         """A copy of the piece will follow: prepare everything that it needs besides the wire's bytes."""
         ...
 
+    def launch_of(self, piece: PieceCopy, source: Tensor, *, algorithm: str, peer: int) -> ScatterLaunch | None:
+        """Prepare the scatter of an expected piece, to be queued without Python. None if it cannot be, as in host memory."""
+        ...
+
     def scatter(
         self,
         piece: PieceCopy,
@@ -56,12 +60,8 @@ class CopyQueue(Protocol):
         digest: int,
         peer: int,
         on_done: OnScattered,
-        signal: ArrivalSignal | None = None,
     ) -> None:
         """Copy wire bytes into the piece's pages.
-
-        With a signal, the copy waits for the end of the gather, and the digest is the signal's; only on a GPU. If the end does
-        not come within `SIGNAL_LIMIT_S`, the signal is given up. The signal is closed after its last use.
 
         Bytes without the announced digest may be copied too, but only into the pages of their own request, which does not
         continue until they have come again and agreed.

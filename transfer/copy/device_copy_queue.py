@@ -7,8 +7,8 @@ must not delay the others.
 
 The kernels of a copy add its digest to the one sum of the stream. The sum is read before and after, so nothing has to be cleared.
 
-With a signal, a gather's stream writes words at the start and the end of the gather, and the scatter is queued behind the second
-word (`transfer.transport.signals`). No stream waits longer than `SIGNAL_LIMIT_S`, because the host then writes the word.
+With a signal, a gather's stream writes words at the start and the end of the gather (`transfer.transport.signals`). The scatter
+behind it is prepared here as a `ScatterLaunch`, which has a sum of its own, and queued by `transfer.receive.signal_watch`.
 
 Kernels that were not compiled at attach are compiled on a separate thread, because that can take seconds.
 """
@@ -26,14 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transfer.copy.compiled_copy import WaitLimit, wait_for_words
 from transfer.copy.digest import DIGEST_WORDS
-from transfer.copy.piece_copier import OnGathered, OnScattered, PieceCopy
+from transfer.copy.piece_copier import OnGathered, OnScattered, PieceCopy, ScatterLaunch
 from transfer.engine_types import DeviceEvent
 from transfer.errors import ConfigError, LocalProtocolError
 from transfer.transport.base import DirectMemory
 from transfer.transport.cuda_ipc_driver import process_cuda
-from transfer.transport.signals import SIGNAL_LIMIT_S, ArrivalSignal, GatherSignal
+from transfer.transport.signals import GatherSignal
 from transfer.worker_thread import WorkerThread
 
 _MASK = 2**64 - 1
@@ -69,6 +68,8 @@ class _PeerStream:
     waiter: WorkerThread
     sum: Tensor  # int64 [1] on the device
     free: deque[_Outcome] = field(default_factory=deque)
+    # Sum on the device and two pinned words of launches. The stream clears a sum before its next use.
+    free_cells: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     # Of the previous copy. Only the waiter uses them.
     last_sum: int = 0
     last_end_s: float = 0.0
@@ -121,6 +122,28 @@ class DeviceCopyQueue:
         with torch.cuda.stream(peer_stream.stream):
             piece.upload()
 
+    def launch_of(self, piece: PieceCopy, source: Tensor, *, algorithm: str, peer: int) -> ScatterLaunch | None:
+        peer_stream = self._peers[peer]
+        if algorithm != DIGEST_WORDS or not piece.is_compiled(source.data_ptr(), is_gather=False):
+            return None
+        with torch.cuda.stream(peer_stream.stream):
+            cells = peer_stream.free_cells.pop() if peer_stream.free_cells else self._new_cells()
+            total, cell = cells
+            kernels = piece.scatter_kernels(source, total)
+            if kernels is not None:
+                total.zero_()
+        if kernels is None:
+            peer_stream.free_cells.append(cells)
+            return None
+        return ScatterLaunch(
+            stream=peer_stream.stream.cuda_stream,
+            sum_address=total.data_ptr(),
+            cell_address=cell.data_ptr(),
+            kernels=kernels,
+            keeps=(piece, source, cells),
+            give_back=lambda: peer_stream.free_cells.append(cells),
+        )
+
     def scatter(
         self,
         piece: PieceCopy,
@@ -130,12 +153,7 @@ class DeviceCopyQueue:
         digest: int,
         peer: int,
         on_done: OnScattered,
-        signal: ArrivalSignal | None = None,
     ) -> None:
-        if signal is not None:
-            self._scatter_behind(piece, source, algorithm, peer, on_done, signal)
-            return
-
         def compare(found: int, begun_s: float, ended_s: float) -> None:
             on_done(found == digest, ended_s - begun_s)
 
@@ -144,40 +162,10 @@ class DeviceCopyQueue:
 
         self._when_ready(piece, source, algorithm, peer, launch, lambda: on_done(False, 0.0), is_gather=False)
 
-    def _scatter_behind(
-        self, piece: PieceCopy, source: Tensor, algorithm: str, peer: int, on_done: OnScattered, signal: ArrivalSignal
-    ) -> None:
-        """Queue a scatter behind the end of the signalled gather."""
-
-        def launch(peer_stream: _PeerStream) -> None:
-            # Before the launch, which can wait for the stream itself: that of a new kernel, or one that needs memory.
-            limit = WaitLimit(signal.awaited_end, limit_s=SIGNAL_LIMIT_S, last=signal.giving_up, keeps=signal)
-
-            def wait() -> None:
-                wait_for_words([signal.awaited_end], timeout_s=2 * SIGNAL_LIMIT_S, most_pause_s=_MAX_PAUSE_S)
-
-            def compare(found: int, begun_s: float, ended_s: float) -> None:
-                is_intact = None if limit.end() else found == signal.digest
-                signal.close()
-                on_done(is_intact, ended_s - begun_s)
-
-            def copy(total: Tensor) -> None:
-                piece.upload()  # before the wait: an allocation must not wait for the stream
-                signal.wait_on(peer_stream.stream.cuda_stream)
-                piece.scatter(source, digest=total)
-
-            self._queue(peer_stream, None, copy, compare, wait)
-
-        def give_up() -> None:
-            signal.close()
-            on_done(None, 0.0)
-
-        self._when_ready(piece, source, algorithm, peer, launch, give_up, is_gather=False)
-
     def forget(self, peer: int) -> None:
         ended = self._peers.pop(peer, None)
         if ended is not None:
-            ended.waiter.submit(lambda: _idle_streams[self._device].append(ended.stream), lambda _: None)
+            ended.waiter.submit(lambda: _give_back(self._device, ended.stream), lambda _: None)
             ended.waiter.finish()
             self._closing = [thread for thread in self._closing if thread.is_alive]
             self._closing.append(ended.waiter)
@@ -222,13 +210,8 @@ class DeviceCopyQueue:
         after: DeviceEvent | None,
         copy: Callable[[Tensor], None],
         on_done: OnGathered,
-        wait: Callable[[], None] | None = None,
     ) -> None:
-        """Queue a copy, and wait for its end on the peer's thread.
-
-        Args:
-            wait: If the stream waits for a word, called on that thread before it waits for the copy.
-        """
+        """Queue a copy, and wait for its end on the peer's thread."""
         outcome = peer_stream.free.popleft() if peer_stream.free else _new_outcome()
         try:
             with torch.cuda.stream(peer_stream.stream):  # and its device with it
@@ -247,9 +230,7 @@ class DeviceCopyQueue:
         def work() -> tuple[int, float, float]:
             # The copy begins when the stream is free and the engine is done, which may take far longer than the copy. Events
             # with timing would cost each copy two more calls.
-            if wait is not None:
-                wait()
-            begun_s = max(queued_s, peer_stream.last_end_s) if wait is None else time.monotonic()
+            begun_s = max(queued_s, peer_stream.last_end_s)
             if after is not None and not outcome.begin.query():
                 outcome.begin.synchronize()
                 begun_s = time.monotonic()
@@ -263,6 +244,10 @@ class DeviceCopyQueue:
             on_done(*result)
 
         peer_stream.waiter.submit(work, done)
+
+    def _new_cells(self) -> tuple[Tensor, Tensor]:
+        """Return int64 [1] on the device, for the current stream, and int64 [2] in pinned memory."""
+        return torch.empty(1, dtype=torch.int64, device=self._device), torch.zeros(2, dtype=torch.int64, pin_memory=True)
 
     def _open(self, peer: int) -> _PeerStream:
         with torch.cuda.device(self._device):
@@ -289,6 +274,12 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
     except ConfigError:
         return torch.cuda.Stream(device)
     return torch.cuda.ExternalStream(handle, device=device)
+
+
+def _give_back(device: torch.device, stream: torch.cuda.Stream) -> None:
+    """Let other peers use the stream, once it is done with launches that were not queued here."""
+    stream.synchronize()
+    _idle_streams[device].append(stream)
 
 
 def _new_outcome() -> _Outcome:

@@ -20,7 +20,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, check_device_digest
+from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier, KernelLaunch, WireMemory, check_device_digest
 from transfer.copy.copy_kernel import MAX_PIECES, WORD_TYPES, copy_pieces, piece_words
 from transfer.copy.digest import WORD_BYTES
 from transfer.copy.elements import ELEMENT_TYPES
@@ -64,7 +64,7 @@ class Tuning:
 DEFAULT_TUNING = Tuning()
 
 Launch = tuple[Launcher, tuple[int, int, int], tuple[int, ...]]
-"""A variant of the kernel, its grid, and its arguments behind pages, wire and digest."""
+"""A variant of the kernel, its grid, and its arguments; of a prepared one those behind pages, wire and digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +165,16 @@ class _TritonPlan(CopyPlan):
         self._check(pages, source, "source", first_page, digest)
         self._launch_all(pages, source, first_page, digest, is_gather=False)
 
+    def scatter_kernels(
+        self, pages: Tensor, source: WireMemory, *, first_page: int, digest: Tensor
+    ) -> Sequence[KernelLaunch] | None:
+        self._check(pages, source, "source", first_page, digest)
+        stream = current_stream(self._pool.device)
+        calls = self._calls(stream, pages, source, first_page, digest, is_gather=False)
+        found = [launcher.launch_of(grid, arguments) for launcher, grid, arguments in calls]
+        launches = [launch for launch in found if launch is not None]
+        return launches if len(launches) == len(found) else None
+
     def is_compiled(self, wire_address: int, *, has_digest: bool, is_gather: bool) -> bool:
         found = self._launches.get((is_gather, math.gcd(16, wire_address), has_digest))
         return found is not None and all(launcher.is_compiled for launcher, _, _ in found)
@@ -174,17 +184,24 @@ class _TritonPlan(CopyPlan):
             launcher.compile((0, wire_address, 0, *arguments))
 
     def _launch_all(self, pages: Tensor, wire: WireMemory, first_page: int, digest: Digest | None, *, is_gather: bool) -> None:
+        stream = current_stream(self._pool.device)
+        for launcher, grid, arguments in self._calls(stream, pages, wire, first_page, digest, is_gather=is_gather):
+            launcher(stream, grid, arguments)
+
+    def _calls(
+        self, stream: Stream, pages: Tensor, wire: WireMemory, first_page: int, digest: Digest | None, *, is_gather: bool
+    ) -> list[Launch]:
+        """Return what to launch on the current stream, which is `stream`, with all arguments. It may read the tables then."""
         wire_address = wire.data_ptr()
         if digest is not None and wire_address % WORD_BYTES:
             raise LayoutError(f"wire begins at {wire_address:#x}; to be digested on the way it must begin on {WORD_BYTES} bytes")
         digest_address = digest.data_ptr() if isinstance(digest, Tensor) else 0
         launches = self._prepared(is_gather, math.gcd(16, wire_address), digest is not None)
-        stream = current_stream(self._pool.device)
         if stream.handle not in self._streams:
             self._keep_for(stream)
         pages_address = pages.data_ptr() + 8 * first_page
-        for launcher, grid, arguments in launches:
-            launcher(stream, grid, (pages_address, wire_address, digest_address, *arguments))
+        places = (pages_address, wire_address, digest_address)
+        return [(launcher, grid, (*places, *arguments)) for launcher, grid, arguments in launches]
 
     def _prepared(self, is_gather: bool, wire_common: int, has_digest: bool) -> list[Launch]:
         """Upload tables here, once: a plan that is never used needs none."""

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from transfer.copy.digest import HostDigest
-from transfer.copy.piece_copier import OnGathered, OnScattered, PieceCopy
+from transfer.copy.piece_copier import OnGathered, OnScattered, PieceCopy, ScatterLaunch
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
 from transfer.transport.base import DirectMemory
-from transfer.transport.signals import ArrivalSignal, GatherSignal
+from transfer.transport.signals import GatherSignal
 from transfer.worker_thread import WorkerThread
 
 
@@ -50,6 +50,9 @@ class HostCopyQueue:
     def expect(self, piece: PieceCopy, *, peer: int) -> None:
         return
 
+    def launch_of(self, piece: PieceCopy, source: Tensor, *, algorithm: str, peer: int) -> ScatterLaunch | None:
+        return None
+
     def scatter(
         self,
         piece: PieceCopy,
@@ -59,7 +62,6 @@ class HostCopyQueue:
         digest: int,
         peer: int,
         on_done: OnScattered,
-        signal: ArrivalSignal | None = None,
     ) -> None:
         def work() -> tuple[bool, float]:
             started = time.monotonic()

@@ -8,12 +8,18 @@
 from __future__ import annotations
 
 import threading
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Final
 
 import torch
 import triton
 from torch import Tensor
+
+from transfer.copy.copier import KernelLaunch
+from transfer.errors import TransferError
+from transfer.transport.cuda_ipc_driver import process_cuda
+
+_PARAMETER_BYTES: Final = {"i32": 4, "i64": 8}
 
 IS_INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
 """Whether Triton runs its kernels on the CPU. Fixed at its import."""
@@ -64,6 +70,7 @@ class Launcher:
         self._lock = threading.Lock()
         self._run: Any = None
         self._handles: tuple[Any, ...] = ()
+        self._compiled: Any = None
 
     @property
     def is_compiled(self) -> bool:
@@ -80,6 +87,7 @@ class Launcher:
                 run = compiled.run  # loads it
             # No hooks: Triton's profiler would have its own made from Python for each launch.
             self._handles = (compiled.function, compiled.packed_metadata, None, None, None)
+            self._compiled = compiled
             self._run = run
 
     def __call__(self, stream: Stream, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> None:
@@ -94,6 +102,38 @@ class Launcher:
             return
         with torch.cuda.device(self._device):
             self._run(*grid, stream.handle, *self._handles, *arguments, *self._values)
+
+    def launch_of(self, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> KernelLaunch | None:
+        """Return the driver's arguments of such a launch. None if the kernel is not compiled, or is launched by Triton only."""
+        parameters = self._parameters
+        if parameters is None or grid[2] != 1:
+            return None
+        packed = bytearray(parameters[-1][0] + parameters[-1][1])
+        for (offset, size), value in zip(parameters, arguments, strict=False):  # those behind the arguments are null
+            packed[offset : offset + size] = value.to_bytes(size, "little")
+        return self._compiled.function, grid[0], grid[1], 32 * self._num_warps, self._compiled.metadata.shared, bytes(packed)
+
+    @cached_property
+    def _parameters(self) -> tuple[tuple[int, int], ...] | None:
+        """Offset and size of each parameter of the compiled kernel. None if it is launched by Triton only.
+
+        Behind the arguments, Triton adds pointers to scratch memory, which are null for a kernel that needs none.
+        """
+        if IS_INTERPRETED or self._run is None:
+            return None
+        metadata = self._compiled.metadata
+        is_plain = metadata.num_ctas == 1 and not any(
+            getattr(metadata, name, 0)
+            for name in ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+        )
+        types = [kind for kind in self._compiled.src.signature.values() if kind != "constexpr"]
+        sizes = [_PARAMETER_BYTES.get(kind) for kind in types]
+        try:
+            found = process_cuda().parameters_of(self._compiled.function)
+        except TransferError:
+            return None
+        is_known = [size for _, size in found] == sizes + [8] * (len(found) - len(sizes))
+        return found if is_plain and is_known and found else None
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:

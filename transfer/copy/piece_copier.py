@@ -24,6 +24,7 @@ from transfer.copy import (
     CopyPlan,
     Digest,
     HeadSliceCopier,
+    KernelLaunch,
     Kernels,
     WireMemory,
     add_digest,
@@ -42,9 +43,26 @@ OnGathered = Callable[[int, float, float], None]
 """Called with the digest of the wire bytes, and when the copy began and ended on the monotonic clock, in seconds. On a GPU,
 the copy begins when its stream is free. The callback can run some time after the end."""
 
-OnScattered = Callable[[bool | None, float], None]
-"""Called with whether the wire bytes had the announced digest, and the seconds of the copy. None: the copy began with a signal,
-and the signal was given up, so the bytes may not have been there."""
+OnScattered = Callable[[bool, float], None]
+"""Called with whether the wire bytes had the announced digest, and the seconds of the copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScatterLaunch:
+    """A prepared scatter, see `transfer.receive._signals.Watch.arm`.
+
+    Args:
+        keeps: What must not be freed before `give_back`.
+        give_back: To be called once, when the scatter has ended or will not be queued.
+    """
+
+    stream: int
+    sum_address: int
+    cell_address: int
+    kernels: tuple[KernelLaunch, ...]
+    keeps: object
+    give_back: Callable[[], None]
+
 
 Scales = Mapping[tuple[int, bool], float]
 FrozenScales = frozenset[tuple[tuple[int, bool], float]]
@@ -115,6 +133,18 @@ class PieceCopy:
             plan.gather(_pages_of(table), out, first_page=first_page, digest=inside)
         if digest is not None and inside is None:
             add_digest(digest, out, self.num_wire_bytes, self.kernels)
+
+    def scatter_kernels(self, source: WireMemory, digest: Tensor) -> tuple[KernelLaunch, ...] | None:
+        """Return the launches of `scatter` on the current stream, instead of queuing them. None if it is more than that."""
+        launches: list[KernelLaunch] = []
+        for plan, table, first_page in zip(self.plans.values(), self.tables, self.first_pages, strict=True):
+            found = None
+            if self.can_digest:
+                found = plan.scatter_kernels(_pages_of(table), source, first_page=first_page, digest=digest)
+            if found is None:
+                return None
+            launches += found
+        return tuple(launches)
 
     def scatter(self, source: WireMemory, digest: Digest | None = None) -> None:
         """Copy from the first bytes of `source` into the pages: the reverse of `gather`.

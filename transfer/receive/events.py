@@ -108,13 +108,16 @@ class ReceiveFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherSignalled:
-    """The writer's stream has begun to gather into the grant at `begin`, and will report the end by a signal.
+    """A signal has reported a gather into the grant at `begin`: of a first attempt, on a direct session.
 
-    Signals are only sent for the first attempt, and only on direct sessions.
+    Args:
+        digest: Of the gathered bytes. None if the gather still runs, and its signal has queued the scatter behind it. Such an
+            event is allowed only if the piece awaits a signal (`Receiver.awaits_signal`).
     """
 
     session: int
     begin: int
+    digest: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +172,7 @@ class StartScatter:
     """Check the digest of the piece's bytes and scatter them, and answer with `ScatterFinished`.
 
     Args:
-        digest: None if the gather still runs: the scatter begins when its signal reports the end, with the digest.
+        digest: None if a signal has queued the scatter behind the gather, and brings the digest.
     """
 
     piece: ReceiverPiece

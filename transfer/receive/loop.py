@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import structlog
+from torch import Tensor
 
 from transfer.control.base import ControlServer, Received
-from transfer.copy.compiled_copy import IS_BUILT
 from transfer.copy.copy_queue import open_copy_queue
 from transfer.copy.piece_copier import PieceCopier, PieceCopy
 from transfer.errors import LocalProtocolError, RemoteProtocolError, TransferError
@@ -28,17 +28,20 @@ from transfer.rank_context import RankContext
 from transfer.receive import events as protocol
 from transfer.receive.events import ReceiverSettings
 from transfer.receive.receiver import Receiver
-from transfer.receive.signal_watch import SignalWatch
+from transfer.receive.signal_watch import IS_BUILT, SignalWatch
 from transfer.receive.state import ReceiverPiece
 from transfer.ring import StagingAllocator, Watermark
 from transfer.tracing import Span, record_piece
 from transfer.transport.base import ByteRange, Session
 from transfer.transport.driver import SessionDriver
-from transfer.transport.signals import SIGNAL_LIMIT_S, SIGNAL_PAUSE_S, ArrivalSignal
+from transfer.transport.signals import SIGNAL_LIMIT_S, SIGNAL_PAUSE_S
 
 log = structlog.get_logger(__name__)
 
 ENDING_LOOK_S = 0.1
+
+MAX_ARMED = 16
+"""Maximum number of scatters that are armed at a time, because each event looks at all of them."""
 
 Publish = Callable[[Watermark, frozenset[int] | None], None]
 """See `ReceiverLoop.watch_sessions`."""
@@ -133,15 +136,17 @@ class ReceiverLoop:
         self._ending_timer: asyncio.TimerHandle | None = None
         self.copier = PieceCopier(pool, is_source=False, kernels=context.kernels)
         """Prepares the pieces; to be warmed up when a session is attached."""
-        self._watch = SignalWatch(loop, self._on_signal, context.on_crash)
+        self._watch = SignalWatch(loop, self._on_reports)
         self._awaited: dict[str, dict[int, int]] = {}  # by request: where a grant begins -> its session with signals
-        self._signals: dict[int, ArrivalSignal] = {}  # by where the grant begins: signals that are being handled
+        self._to_arm: dict[int, ReceiverPiece] = {}  # by where the grant begins: prepared pieces of sessions with signals
+        self._signalled: dict[int, ReceiverPiece] = {}  # by where the grant begins: scatters that their signals have queued
+        self._on_crash = context.on_crash
         self._requests: dict[str, RankRequest] = {}
         self._prepared: dict[str, dict[int, PieceCopy]] = {}  # by request and where the grant begins
         self._to_prepare: dict[int, ReceiverPiece] = {}  # by where the grant begins
         self._pump: EventPump[protocol.Event] = EventPump(
             loop,
-            handle=self._receiver.handle,
+            handle=self._handle,
             carry_out={
                 protocol.Send: self._send,
                 protocol.PostReceive: self._post,
@@ -244,6 +249,7 @@ class ReceiverLoop:
             if self._ending_timer is None:
                 self._ending_timer = self._loop.call_later(ENDING_LOOK_S, self._look_at_ending)
         self._pump.feed(protocol.ReceiverSessionLost(session=number, reason=reason, is_over=number not in self._ending))
+        self._watch.remove(number)
         self._on_session_closed(number, reason)
 
     def _look_at_ending(self) -> None:
@@ -299,9 +305,53 @@ class ReceiverLoop:
             self._ending_timer.cancel()
         self._pump.close()
         self._control.close()
-        self._watch.close()
-        self._queue.close(timeout_s=5.0)
+        self._watch.close(is_idle=self._queue.close(timeout_s=5.0))
         self._transport.close()
+
+    # The machine and the signals
+
+    def _handle(self, event: protocol.Event, now_s: float) -> list[protocol.Action]:
+        """Let the machine handle an event. Meanwhile, signals queue no scatter. Afterwards, they can queue only scatters that the
+        machine still awaits. So the machine knows of every scatter.
+        """
+        if not self._watch.num_armed:
+            return self._receiver.handle(event, now_s)
+        actions: list[protocol.Action] = []
+        with self._watch.gate():
+            for session, grant in self._watch.take_queued():
+                actions += self._receiver.handle(protocol.GatherSignalled(session=session, begin=grant, digest=None), now_s)
+            actions += self._receiver.handle(event, now_s)
+            self._watch.disarm_unless(self._receiver.awaits_signal)
+        return actions
+
+    def _on_reports(self) -> None:
+        """Take in the scatters and gathers that have ended since the last call."""
+        try:
+            with self._watch.gate():
+                queued = self._watch.take_queued()
+                scattered, gathered = self._watch.take_ended()
+        except RuntimeError as error:
+            self._on_crash(error)
+            return
+        for session, grant in queued:
+            self._pump.feed(protocol.GatherSignalled(session=session, begin=grant, digest=None))
+        for ended in scattered:
+            self._scattered(self._signalled.pop(ended.grant), ended.is_intact, ended.seconds)
+        for begun in gathered:
+            self._pump.feed(protocol.GatherSignalled(session=begun.session, begin=begun.grant, digest=begun.digest))
+        self._arm_next()
+
+    def _arm_next(self) -> None:
+        """Arm the scatters of prepared pieces, the first grants first."""
+        while self._to_arm and self._watch.num_armed < MAX_ARMED:
+            grant = next(iter(self._to_arm))
+            piece = self._to_arm.pop(grant)
+            copy = self._prepared.get(piece.request_id, {}).get(grant)
+            if copy is None or piece.session not in self._sessions or not self._receiver.awaits_signal(piece.session, grant):
+                continue
+            launch = self._queue.launch_of(copy, self._source_of(piece), algorithm=piece.request.digest, peer=piece.session)
+            if launch is not None:
+                self._watch.arm(piece.session, grant, launch)
 
     # Carrying out
 
@@ -365,8 +415,9 @@ class ReceiverLoop:
             span.end()  # no-op if the failure has ended it
         del self._requests[request_id]
         self._prepared.pop(request_id, None)
-        for session in self._awaited.pop(request_id, {}).values():
+        for grant, session in self._awaited.pop(request_id, {}).items():
             self._watch.end(session)
+            self._to_arm.pop(grant, None)
         self.copier.forget(request_id)
         if self._host_arrivals is not None:
             self._host_arrivals.copier.forget(request_id)
@@ -378,7 +429,7 @@ class ReceiverLoop:
         piece = action.piece
         self._to_prepare[piece.grant.begin] = piece
         session = self._sessions.get(piece.session)
-        if session is not None and session.signal_reader is not None:  # stopped or not: its pause can end before the gather
+        if IS_BUILT and session is not None and session.signal_reader is not None:  # stopped or not: its pause can end before
             self._awaited.setdefault(piece.request_id, {})[piece.grant.begin] = piece.session
             self._watch.begin(piece.session, session.signal_reader)
 
@@ -397,6 +448,9 @@ class ReceiverLoop:
         copy = self._copy_of(piece)
         self._prepared.setdefault(request_id, {})[piece.grant.begin] = copy
         self._queue.expect(copy, peer=piece.session)
+        if piece.grant.begin in self._awaited.get(request_id, {}):
+            self._to_arm[piece.grant.begin] = piece
+            self._arm_next()
 
     def _copy_of(self, piece: ReceiverPiece) -> PieceCopy:
         request_id, tokens = piece.request_id, piece.chunk.tokens
@@ -406,51 +460,48 @@ class ReceiverLoop:
             copier, tables = host.copier, host.host_tables(request_id, tables)
         return copier.prepare(piece, tables)
 
+    def _source_of(self, piece: ReceiverPiece) -> Tensor:
+        """Return the bytes of the piece's grant in the ring."""
+        offset = piece.grant.begin % self.ring.capacity_bytes
+        return self._ring_memory.tensor[offset : offset + piece.num_bytes]
+
     def _scatter(self, action: protocol.StartScatter) -> None:
         piece, grant, request_id = action.piece, action.piece.grant, action.piece.request_id
         self._to_prepare.pop(grant.begin, None)
+        self._to_arm.pop(grant.begin, None)
         if self._awaited and self._awaited.get(request_id, {}).pop(grant.begin, None) is not None:
             self._watch.end(piece.session)
-        copy = self._prepared.get(request_id, {}).pop(grant.begin, None) or self._copy_of(piece)
-        offset = grant.begin % self.ring.capacity_bytes
-        source = self._ring_memory.tensor[offset : offset + piece.num_bytes]
+        copy = self._prepared.get(request_id, {}).pop(grant.begin, None)
+        if action.digest is None:
+            self._signalled[grant.begin] = piece
+        else:
+            self._queue.scatter(
+                copy or self._copy_of(piece),
+                self._source_of(piece),
+                algorithm=piece.request.digest,
+                digest=action.digest,
+                peer=piece.session,
+                on_done=lambda is_intact, seconds: self._scattered(piece, is_intact, seconds),
+            )
 
-        def done(is_intact: bool | None, seconds: float) -> None:
-            if self._spans and (span := self._spans.get(request_id)) is not None:
-                record_piece(span, piece, "kvferry.scatter", seconds, bytes=piece.num_bytes)
-            if is_intact:
-                self._metrics.scatter_finished(seconds, piece.num_bytes)
-                if is_debug():
-                    log.debug(
-                        "scattered",
-                        request_id=request_id,
-                        chunk=piece.chunk.index,
-                        grant=grant.begin,
-                        bytes=piece.num_bytes,
-                        seconds=seconds,
-                    )
-            elif is_intact is None and piece.session in self._sessions:  # a session that is over is no fault of the device
-                reader = self._sessions[piece.session].signal_reader
-                if reader is not None and not reader.is_stopped:
-                    reader.stop()  # no stream waits for messages
-                    self._loop.call_later(SIGNAL_PAUSE_S, self._watch.resume, reader)
-                self._metrics.counter("signals_given_up").inc()
-                log.warning("signal_given_up", request_id=request_id, session=piece.session, limit_s=SIGNAL_LIMIT_S)
-            self._pump.feed(protocol.ScatterFinished(grant=grant, is_intact=is_intact))
-
-        self._queue.scatter(
-            copy,
-            source,
-            algorithm=piece.request.digest,
-            digest=action.digest or 0,
-            peer=piece.session,
-            on_done=done,
-            signal=None if action.digest is not None else self._signals.pop(grant.begin),
-        )
-
-    def _on_signal(self, number: int, signal: ArrivalSignal) -> None:
-        """Take in that a gather into this rank's ring has begun."""
-        self._signals[signal.grant] = signal
-        self._pump.feed(protocol.GatherSignalled(session=number, begin=signal.grant))
-        if self._signals.pop(signal.grant, None) is not None:
-            signal.close()  # nobody waits for it
+    def _scattered(self, piece: ReceiverPiece, is_intact: bool | None, seconds: float) -> None:
+        grant, request_id, session = piece.grant, piece.request_id, piece.session
+        if self._spans and (span := self._spans.get(request_id)) is not None:
+            record_piece(span, piece, "kvferry.scatter", seconds, bytes=piece.num_bytes)
+        if is_intact:
+            self._metrics.scatter_finished(seconds, piece.num_bytes)
+            if is_debug():
+                log.debug(
+                    "scattered",
+                    request_id=request_id,
+                    chunk=piece.chunk.index,
+                    grant=grant.begin,
+                    bytes=piece.num_bytes,
+                    seconds=seconds,
+                )
+        elif is_intact is None and session in self._sessions:  # one that is over is no fault of the device
+            if self._watch.stop(session):
+                self._loop.call_later(SIGNAL_PAUSE_S, self._watch.resume, session)
+            self._metrics.counter("signals_given_up").inc()
+            log.warning("signal_given_up", request_id=request_id, session=session, limit_s=SIGNAL_LIMIT_S)
+        self._pump.feed(protocol.ScatterFinished(grant=grant, is_intact=is_intact))

@@ -21,7 +21,8 @@ The way of a piece::
 - The bytes are free when no older grant on them is unreleased. The sender checks that in its `RingView` before it
   gathers (rule 2). On a two-sided transport the receive is posted only then, too, so no byte can land early.
 - SCATTERING begins after `ChunkReady`, and on a two-sided transport after the receive has settled. The digest is computed by the
-  copy itself. On a direct session with signals, it begins with `GatherSignalled`: the scatter is queued behind the gather.
+  copy itself. On a direct session with signals, it begins with `GatherSignalled`: the signal has queued the scatter behind the
+  gather.
 - Released. The bytes return to the ring after the scatter has finished (rule 5), and the next watermark shows it. If size or
   digest is wrong, `ChunkRejected` asks for the piece once more. A second failure fails the request as data loss.
 
@@ -515,13 +516,24 @@ class Receiver:
         piece.receiving.num_scattering += 1
         self._actions.append(StartScatter(piece=piece, digest=digest))
 
+    def awaits_signal(self, session: int, begin: int) -> bool:
+        """Return whether the scatter of the grant at `begin` may start by a signal: in every other state, a signal is ignored."""
+        piece = self._live.get(begin)
+        return (
+            piece is not None
+            and piece.stage is ReceiverStage.GRANTED
+            and piece.session == session
+            and piece.ready is None
+            and piece.attempt == 0
+            and piece.is_one_sided
+            and piece.receiving.failure is None
+        )
+
     def _on_gather_signalled(self, event: GatherSignalled) -> None:
-        """Queue the scatter while the gather runs. In every other state, the signal is ignored: `ChunkReady` says the same."""
-        piece = self._live.get(event.begin)
-        if piece is None or piece.session != event.session or not piece.is_one_sided or piece.receiving.failure is not None:
-            return
-        if piece.stage is ReceiverStage.GRANTED and piece.ready is None and piece.attempt == 0:
-            self._start_scatter(piece, None)
+        if self.awaits_signal(event.session, event.begin):
+            self._start_scatter(self._live[event.begin], event.digest)
+        elif event.digest is None:
+            raise LocalProtocolError(f"a signal has queued a scatter into grant {event.begin}, which awaits none")
 
     def _on_writer_drained(self, session: int, message: WriterDrained) -> None:
         found = self._route_of(session, message.request_id, message.route)

@@ -1,107 +1,201 @@
-"""A thread that watches the signals of a rank's writers while granted pieces are expected."""
+"""Signals of a rank's writers: which gathers have begun, and the scatters that are queued behind them (`_signals.c`)."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from array import array
-from collections.abc import Callable
+import atexit
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Final
 
-from transfer.copy.compiled_copy import wait_for_words
-from transfer.transport.signals import ArrivalSignal, SignalReader
+from transfer.copy.compiled_copy import is_current
+from transfer.copy.piece_copier import ScatterLaunch
+from transfer.transport.signals import SIGNAL_LIMIT_S, SignalReader
 
-_WAIT_S = 1.0
-# Maximum pauses between two looks. On a virtual machine, a look every 0.2 ms takes 11 % of a core, and one every 2 ms takes 2 %.
-_NEAR_PAUSE_S = 0.0002
-_FAR_PAUSE_S = 0.002
-_FULL_WAIT_S = 0.001  # while all entries of a session are in use, because no word reports when one is closed
+if TYPE_CHECKING:
+    from transfer.receive._signals import Watch
+
+_signals: ModuleType | None
+try:
+    from transfer.receive import _signals
+except ImportError:
+    _signals = None
+if _signals is not None and not is_current(_signals, Path(__file__).with_name("_signals.c")):
+    _signals = None
+
+IS_BUILT: Final = _signals is not None
+"""Whether this installation has the compiled code. Without it there are no signals, because a thread with Python may need too
+long to end the wait of a stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scattered:
+    """The end of a scatter that was queued behind its gather.
+
+    Args:
+        is_intact: Whether the bytes have the digest of the gather. None: the gather did not end in time, and was given up.
+        seconds: From the end of the gather.
+    """
+
+    grant: int
+    is_intact: bool | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """The end of a gather whose scatter was not armed."""
+
+    session: int
+    grant: int
+    digest: int
 
 
 class SignalWatch:
-    """Watches sessions between `begin` and `end`, except while their signals are stopped. The thread starts with the first
-    session, and sleeps while there is none.
+    """Looks at the signals of sessions while granted pieces are expected. Grants are named by where they begin.
+
+    A scatter that is armed is queued by a thread without Python when its gather begins. So it can be queued at any moment except
+    inside `gate`.
 
     Args:
-        on_signal: Called on the loop with the session and a gather that has begun.
-        on_crash: Called on the loop with an unexpected exception.
+        on_report: Called on the loop when `take_ended` has reports.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        on_signal: Callable[[int, ArrivalSignal], None],
-        on_crash: Callable[[BaseException], None],
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_report: Callable[[], None]) -> None:
         self._loop = loop
-        self._on_signal = on_signal
-        self._on_crash = on_crash
-        self._changed = threading.Condition()
-        self._readers: dict[int, SignalReader] = {}  # watched
-        self._num_awaited: dict[int, int] = {}
-        self._changes = array("Q", [0])  # number of changes: the thread waits for this word, too
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
+        self._on_report = on_report
+        self._watch: Watch | None = None
+        self._readers: dict[int, SignalReader] = {}
+        self._armed: dict[int, int] = {}  # grant -> session
+        # Of armed and queued scatters. The words stay mapped until no stream waits for them.
+        self._launches: dict[int, tuple[ScatterLaunch, int, SignalReader]] = {}
+
+    @property
+    def num_armed(self) -> int:
+        """Scatters that can be queued at any moment."""
+        return len(self._armed)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no scatter is armed or under way."""
+        return not self._launches
 
     def begin(self, session: int, reader: SignalReader) -> None:
         """Watch a session until `end` was called as often as `begin`."""
-        self._num_awaited[session] = self._num_awaited.get(session, 0) + 1
-        if self._num_awaited[session] == 1:
-            with self._changed:
-                self._readers[session] = reader
-                self._wake()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
-                self._thread.start()
+        if self._watch is None:
+            assert _signals is not None, "without the compiled code there are no signals"
+            self._watch = _signals.Watch(reader.words.functions, SIGNAL_LIMIT_S)
+            _watches.add(self)
+            self._loop.add_reader(self._watch.fileno(), self._on_report)
+        if session not in self._readers:
+            self._readers[session] = reader
+            words = reader.words
+            self._watch.add(session, words.address, words.device_address, words.context)
+        self._watch.expect(session, 1)
 
     def end(self, session: int) -> None:
         """Undo one `begin`."""
-        self._num_awaited[session] -= 1
-        if not self._num_awaited[session]:
-            del self._num_awaited[session]
-            with self._changed:
-                del self._readers[session]
-                self._wake()
+        if self._watch is not None:
+            self._watch.expect(session, -1)
 
-    def resume(self, reader: SignalReader) -> None:
-        """Take the signals of a stopped session again, see `SignalReader.resume`."""
-        with self._changed:
-            reader.resume()
-            self._wake()
+    def remove(self, session: int) -> None:
+        """Forget a session that is closed. Its scatters under way still end. It has no armed scatters."""
+        if self._readers.pop(session, None) is not None and self._watch is not None:
+            self._watch.remove(session)
 
-    def close(self) -> None:
-        """End the thread."""
-        with self._changed:
-            self._is_closed = True
-            self._wake()
+    def arm(self, session: int, grant: int, launch: ScatterLaunch) -> None:
+        """Queue a scatter when the gather into the grant begins. `begin` was called for the grant."""
+        assert self._watch is not None
+        if self._watch.arm(session, grant, launch.stream, launch.sum_address, launch.cell_address, launch.kernels):
+            self._armed[grant] = session
+            self._launches[grant] = (launch, session, self._readers[session])
+        else:
+            launch.give_back()
 
-    def _wake(self) -> None:
-        self._changes[0] += 1
-        self._changed.notify()
-
-    def _run(self) -> None:
+    @contextlib.contextmanager
+    def gate(self) -> Iterator[None]:
+        """Let no scatter be queued, and no end be reported, inside."""
+        assert self._watch is not None
+        self._watch.enter()
         try:
-            while not self._is_closed:
-                self._look()
-        except Exception as error:
-            self._post(self._on_crash, error)
+            yield
+        finally:
+            self._watch.leave()
 
-    def _look(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or not all(reader.is_stopped for reader in self._readers.values()))
-            readers = {session: reader for session, reader in self._readers.items() if not reader.is_stopped}
-            changes = self._changes[0]
-        words = [word for reader in readers.values() if (word := reader.awaited) is not None]
-        timeout_s = _WAIT_S if len(words) == len(readers) else _FULL_WAIT_S
-        pause_s = _NEAR_PAUSE_S if any(reader.is_near for reader in readers.values()) else _FAR_PAUSE_S
-        wait_for_words([*words, (self._changes.buffer_info()[0], changes + 1)], timeout_s=timeout_s, most_pause_s=pause_s)
-        found = [(session, signal) for session, reader in readers.items() for signal in reader.take()]
-        if found:
-            self._post(self._deliver, found)
+    def take_queued(self) -> list[tuple[int, int]]:
+        """Return the session and grant of each scatter that was queued since the last call."""
+        assert self._watch is not None
+        return [(self._armed.pop(grant), grant) for grant in self._watch.take_queued()]
 
-    def _deliver(self, found: list[tuple[int, ArrivalSignal]]) -> None:
-        for session, signal in found:
-            self._on_signal(session, signal)
+    def disarm_unless(self, is_awaited: Callable[[int, int], bool]) -> None:
+        """Disarm the scatters for whose session and grant the function returns False. Call it inside the gate, after
+        `take_queued`."""
+        assert self._watch is not None
+        for grant, session in list(self._armed.items()):
+            if not is_awaited(session, grant):
+                self._watch.disarm(grant)
+                del self._armed[grant]
+                self._launches.pop(grant)[0].give_back()
 
-    def _post(self, callback: Callable[..., None], argument: object) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(callback, argument)
+    def take_ended(self) -> tuple[list[Scattered], list[Gathered]]:
+        """Return what has ended since the last call: scatters that `take_queued` has returned, and gathers without one.
+
+        The signals are closed, so their writers can reuse the entries.
+
+        Raises:
+            RuntimeError: A scatter could not be queued.
+        """
+        assert self._watch is not None
+        scattered, gathered = self._watch.take_ended()
+        ended = []
+        for grant, number, is_intact, seconds in scattered:
+            launch, session, _ = self._launches.pop(grant)
+            launch.give_back()
+            self._watch.close_entry(session, number)
+            ended.append(Scattered(grant=grant, is_intact=is_intact, seconds=seconds))
+        for session, _, number, _ in gathered:
+            self._watch.close_entry(session, number)
+        return ended, [Gathered(session=session, grant=grant, digest=digest) for session, grant, _, digest in gathered]
+
+    def stop(self, session: int) -> bool:
+        """Ignore the signals of a session. Return whether they were accepted before."""
+        return self._watch is not None and self._watch.stop(session)
+
+    def resume(self, session: int) -> None:
+        """Accept the signals of a session again, unless its writer has broken the rules."""
+        if self._watch is not None:
+            self._watch.resume(session)
+
+    def close(self, *, is_idle: bool) -> None:
+        """End the thread.
+
+        Args:
+            is_idle: Whether no stream runs a scatter. If not, the memory that the stream writes is kept for good.
+        """
+        if self._watch is None:
+            return
+        self._loop.remove_reader(self._watch.fileno())
+        self.end_thread()
+        if not is_idle:
+            _kept.append(self._launches)
+        self._watch = None
+
+    def end_thread(self) -> None:
+        """End the thread only, at the end of the process."""
+        if self._watch is not None:
+            self._watch.close()
+
+
+_watches: weakref.WeakSet[SignalWatch] = weakref.WeakSet()
+_kept: list[object] = []
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the threads before their words are unmapped at the end of the process."""
+    for watch in list(_watches):
+        watch.end_thread()

@@ -116,18 +116,30 @@ class CudaWords:
             # Streams of a session that is over are done with it, but other streams of the device delay the call.
             unregister = functools.partial(_unregister, cuda, device, self.address, memory)
             weakref.finalize(self, closing, unregister).atexit = False  # also if the next call fails
-            self._on_device = int(cuda.call("cuMemHostGetDevicePointer", self.address, 0))
+            self.device_address = int(cuda.call("cuMemHostGetDevicePointer", self.address, 0))
+
+    @property
+    def context(self) -> int:
+        return self._cuda.context_handle(self._device)
+
+    @property
+    def functions(self) -> tuple[int, ...]:
+        return _stream_functions()
 
     def write(self, stream: int, word: int, value: int) -> None:
         flag = self._cuda.driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value  # with a memory barrier
-        self._cuda.call("cuStreamWriteValue64", stream, self._on_device + 8 * word, value, flag)
-
-    def wait(self, stream: int, word: int, value: int) -> None:
-        flag = self._cuda.driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
-        self._cuda.call("cuStreamWaitValue64", stream, self._on_device + 8 * word, value, flag)
+        self._cuda.call("cuStreamWriteValue64", stream, self.device_address + 8 * word, value, flag)
 
     def copy(self, stream: int, word: int, source: int) -> None:
         self._cuda.call("cuMemcpyDtoHAsync", self.address + 8 * word, source, 8, stream)
+
+
+@functools.cache
+def _stream_functions() -> tuple[int, ...]:
+    """Addresses of the driver's functions, as `DeviceWords.functions`. The names have the version that cuda.h selects."""
+    library = ctypes.CDLL("libcuda.so.1")
+    names = ("cuCtxSetCurrent", "cuStreamWaitValue64_v2", "cuLaunchKernel", "cuMemcpyDtoHAsync_v2", "cuStreamWriteValue64_v2")
+    return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names)
 
 
 def _unregister(cuda: Cuda, device: int, address: int, memory: Any) -> None:
@@ -282,6 +294,20 @@ class Cuda:
         """Return the handle of a new stream, which does not wait for the default stream."""
         with self.on(device), self.beside_captures():
             return int(self.call("cuStreamCreate", self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value))
+
+    def context_handle(self, device: int) -> int:
+        """Return the handle of the device's primary context."""
+        return int(self._context(device))
+
+    def parameters_of(self, function: int) -> tuple[tuple[int, int], ...]:
+        """Return the offset and size in bytes of each parameter of a kernel."""
+        found: list[tuple[int, int]] = []
+        while True:
+            status, *place = self.driver.cuFuncGetParamInfo(function, len(found))
+            if status == self.driver.CUresult.CUDA_ERROR_INVALID_VALUE:  # behind the last parameter
+                return tuple(found)
+            self.check("cuFuncGetParamInfo", status)
+            found.append((int(place[0]), int(place[1])))
 
     @contextlib.contextmanager
     def beside_captures(self) -> Iterator[None]:

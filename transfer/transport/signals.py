@@ -41,9 +41,9 @@ NUM_BYTES: Final = 8192
 _WORD_BYTES: Final = 8
 _ENTRY_WORDS: Final = 8  # a cache line
 NUM_ENTRIES: Final = NUM_BYTES // (_WORD_BYTES * _ENTRY_WORDS) - 1
+# As in transfer/receive/_signals.c.
 _NUM_CLOSED, _IS_STOPPED = range(2)
 _QUEUED, _GRANT, _BEGUN, _BASE, _TOTAL, _ENDED = range(6)
-_MASK: Final = 2**64 - 1
 
 
 class DeviceWords(Protocol):
@@ -52,6 +52,9 @@ class DeviceWords(Protocol):
     Attributes:
         words: The memory as unsigned 64-bit numbers.
         address: Address of word 0.
+        device_address: Its address for streams.
+        context: Handle of the device's context.
+        functions: Addresses of the driver's functions that queue a scatter, in the order of `transfer.receive._signals.Watch`.
     """
 
     @property
@@ -60,11 +63,17 @@ class DeviceWords(Protocol):
     @property
     def address(self) -> int: ...
 
+    @property
+    def device_address(self) -> int: ...
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def functions(self) -> tuple[int, ...]: ...
+
     def write(self, stream: int, word: int, value: int) -> None:
         """Queue a write, which becomes visible after all earlier writes of the stream."""
-
-    def wait(self, stream: int, word: int, value: int) -> None:
-        """Let the stream wait until the word is at least `value`."""
 
     def copy(self, stream: int, word: int, source: int) -> None:
         """Queue a copy of the 8 bytes at the device address `source`."""
@@ -135,115 +144,15 @@ class GatherSignal:
 
 
 class SignalReader:
-    """The target's end. One thread calls `awaited` and `take`. The owner of the session calls the other methods.
+    """The target's end, which only offers the words: `transfer.receive.signal_watch` reads them.
 
     Attributes:
         words: The memory, which the writer also maps.
-        is_stopped: Whether signals are ignored at present.
     """
 
     def __init__(self, words: DeviceWords) -> None:
         self.words = words
-        self.is_stopped = False
-        self._is_distrusted = False
-        self._num_taken = 0
-        self._closed: set[int] = set()  # entries above the first open one
-        self._num_closed = 0
-
-    @property
-    def is_near(self) -> bool:
-        """Whether the next gather is queued. It waits at most for a step of the engine, while a grant can wait far longer."""
-        number = self._num_taken + 1
-        return self.words.words[_word(number, _QUEUED)] == number
-
-    @property
-    def awaited(self) -> tuple[int, int] | None:
-        """The address of the word that changes next, and its new value. None while all entries are in use, and after `stop`."""
-        number = self._num_taken + 1
-        field = _BEGUN if self.is_near else _QUEUED
-        unused = self._is_full or self.is_stopped
-        return None if unused else (self.words.address + _word(number, field) * _WORD_BYTES, number)
-
-    @property
-    def _is_full(self) -> bool:
-        return self._num_taken - self._num_closed >= NUM_ENTRIES
-
-    def take(self) -> list[ArrivalSignal]:
-        """Return the signals of the gathers that have begun since the last call, in order.
-
-        If the writer skips an entry, signals are stopped. Otherwise the waiting thread would look without pauses.
-        """
-        found: list[ArrivalSignal] = []
-        words = self.words.words
-        while not self._is_full and not self.is_stopped:
-            number = self._num_taken + 1
-            begun = words[_word(number, _BEGUN)]
-            if max(begun, words[_word(number, _QUEUED)]) > number:
-                self._is_distrusted = True
-                self.stop()
-            elif begun == number:
-                self._num_taken = number
-                found.append(ArrivalSignal(self, self.words, number, words[_word(number, _GRANT)]))
-            else:
-                break
-        return found
-
-    def close(self, number: int) -> None:
-        """Let the writer reuse an entry. Entries can be closed in any order."""
-        self._closed.add(number)
-        while self._num_closed + 1 in self._closed:
-            self._num_closed += 1
-            self._closed.remove(self._num_closed)
-        self.words.words[_NUM_CLOSED] = self._num_closed
 
     def stop(self) -> None:
-        """Make the writer send no more signals, and ignore those that still arrive."""
-        self.is_stopped = True
+        """Make the writer send no signals."""
         self.words.words[_IS_STOPPED] = 1
-
-    def resume(self) -> None:
-        """Accept signals again, unless the writer has skipped an entry."""
-        if not self._is_distrusted:
-            self.words.words[_IS_STOPPED] = 0
-            self.is_stopped = False
-
-
-class ArrivalSignal:
-    """A gather that has begun, as the target sees it.
-
-    Attributes:
-        grant: Position at which the gather's grant begins.
-    """
-
-    def __init__(self, reader: SignalReader, words: DeviceWords, number: int, grant: int) -> None:
-        self.grant = grant
-        self._reader = reader
-        self._words = words
-        self._number = number
-
-    def wait_on(self, stream: int) -> None:
-        """Let a stream wait until the gather has ended, or `giving_up` is written."""
-        self._words.wait(stream, _word(self._number, _ENDED), self._number)
-
-    @property
-    def awaited_end(self) -> tuple[int, int]:
-        """The address of the word that reports the end, and its value after the end."""
-        return self._words.address + _word(self._number, _ENDED) * _WORD_BYTES, self._number
-
-    @property
-    def digest(self) -> int:
-        """The digest of the gathered bytes; valid after the end."""
-        words = self._words.words
-        return (words[_word(self._number, _TOTAL)] - words[_word(self._number, _BASE)]) & _MASK
-
-    @property
-    def giving_up(self) -> list[tuple[int, int]]:
-        """The words that give up the signal, in the order in which to write them: addresses and values.
-
-        The first stops the writer's signals, so a message follows when the gather ends. The second ends the wait of a stream.
-        """
-        return [(self._words.address + _IS_STOPPED * _WORD_BYTES, 1), self.awaited_end]
-
-    def close(self) -> None:
-        """Let the writer reuse the entry. Call this once, when no stream waits for the entry any more."""
-        self._reader.close(self._number)

@@ -1,0 +1,79 @@
+def source_hash() -> str:
+    """Return the SHA-256 of the source file, in hexadecimal digits."""
+
+class Watch:
+    """A thread without Python that looks at the signals of sessions. Addresses and handles are used unchecked.
+
+    One thread calls the methods. Between `enter` and `leave`, no scatter is queued and no report is made.
+
+    Args:
+        functions: Addresses of cuCtxSetCurrent, cuStreamWaitValue64, cuLaunchKernel, cuMemcpyDtoHAsync and cuStreamWriteValue64.
+        limit_s: Maximum time that a stream waits for the end of a gather.
+
+    Raises:
+        OSError: There is no file descriptor or no thread.
+    """
+
+    def __new__(cls, functions: tuple[int, ...], limit_s: float, /) -> Watch: ...
+    def fileno(self) -> int:
+        """Return an eventfd, which can be read while `take_ended` has reports."""
+
+    def enter(self) -> None: ...
+    def leave(self) -> None: ...
+    def add(self, session: int, words: int, device_words: int, context: int, /) -> None:
+        """Add a session. Its words must stay mapped until `remove`, and until its scatters have ended."""
+
+    def remove(self, session: int, /) -> None:
+        """Forget a session. Its armed scatters are not queued any more."""
+
+    def expect(self, session: int, change: int, /) -> None:
+        """Change the number of expected gathers. A session is looked at while it is above 0."""
+
+    def stop(self, session: int, /) -> bool:
+        """Make the writer send no more signals, and ignore those that still arrive. Return False if they were stopped before."""
+
+    def resume(self, session: int, /) -> None:
+        """Accept signals again, unless the writer has skipped an entry."""
+
+    def close_entry(self, session: int, number: int, /) -> None:
+        """Let the writer reuse an entry. Entries can be closed in any order."""
+
+    def arm(
+        self,
+        session: int,
+        grant: int,
+        stream: int,
+        sum: int,
+        cell: int,
+        kernels: tuple[tuple[int, int, int, int, int, bytes], ...],
+        /,
+    ) -> bool:
+        """Prepare a scatter, which the thread queues when the gather into the grant begins. Return False without the session.
+
+        Args:
+            grant: Position at which the grant begins.
+            stream: Handle of the stream.
+            sum: Address on the device of the digest, which is 0 before the kernels run.
+            cell: Address of two words in pinned memory, which the stream writes: the sum, and a number at the end.
+            kernels: Function, two dimensions of the grid, threads, bytes of shared memory, and parameters of each kernel.
+        """
+
+    def disarm(self, grant: int, /) -> bool:
+        """Forget an armed scatter. Return False if it was queued, or is unknown."""
+
+    def take_queued(self) -> list[int]:
+        """Return the grants whose scatters were queued since the last call."""
+
+    def take_ended(self) -> tuple[list[tuple[int, int, bool | None, float]], list[tuple[int, int, int, int]]]:
+        """Return the ends since the last call.
+
+        First, the scatters that `take_queued` has returned: grant, number of the entry, whether the digests are equal (None if
+        the gather was given up), and seconds. Second, the gathers that have ended without a scatter: session, grant, number of
+        the entry, and digest.
+
+        Raises:
+            RuntimeError: A scatter could not be queued.
+        """
+
+    def close(self) -> None:
+        """End the thread. No stream may still run a scatter."""
