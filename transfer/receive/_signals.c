@@ -30,8 +30,9 @@ enum { QUEUED, GRANT, BEGUN, BASE, TOTAL, ENDED };     /* words of the other ent
 enum { FREE, TAKEN, WAITS, CLOSED };                   /* states of an entry: WAITS for the end of its gather, without a scatter */
 enum { ARMED, RUNS, DONE };                            /* states of a launch */
 
-static const int64_t LEAST_PAUSE_NS = 10 * 1000, NEAR_PAUSE_NS = 100 * 1000, FAR_PAUSE_NS = 2 * 1000 * 1000;
+static const int64_t LEAST_PAUSE_NS = 10 * 1000, RUNNING_PAUSE_NS = 25 * 1000, NEAR_PAUSE_NS = 100 * 1000, FAR_PAUSE_NS = 2 * 1000 * 1000;
 enum { PAUSE_SHARE = 16 }; /* a pause is this part of the time without news */
+static const int64_t MOST_SPIN_NS = 250 * 1000; /* a scatter of 400 MB on an H200, or some wake-ups of a thread */
 
 static int64_t now_ns(void) {
     struct timespec now;
@@ -307,6 +308,13 @@ static Launch *armed(State *state, const Session *session, uint64_t grant) {
     return NULL;
 }
 
+static int is_lone(const State *state) {
+    int num_running = 0;
+    for (const Launch *launch = state->launches; launch != NULL; launch = launch->next)
+        num_running += launch->state == RUNS;
+    return num_running == 1;
+}
+
 /* Take the entries of the gathers that have begun. Returns whether there are any. If the writer skips an entry, signals are stopped:
  * otherwise each look would find news. */
 static int take_entries(State *state, Session *session) {
@@ -331,10 +339,10 @@ static int take_entries(State *state, Session *session) {
         }
         *status_of(session, number) = TAKEN;
         int error = queue_launch(state, launch, number);
-        if (error != 0) {
+        if (error != 0)
             state->error = error;
+        if (error != 0 || is_lone(state)) /* the owner has time to note the scatter before it ends */
             report(state);
-        }
     }
     return has_news;
 }
@@ -365,8 +373,10 @@ static int end_launches(State *state) {
     for (Launch *launch = state->launches; launch != NULL; launch = launch->next) {
         if (launch->state != RUNS)
             continue;
-        if (launch->gathered_ns == 0 && load(launch->entry + ENDED) == launch->number)
+        if (launch->gathered_ns == 0 && load(launch->entry + ENDED) == launch->number) {
             launch->gathered_ns = now_ns();
+            has_news |= is_lone(state); /* so that the owner is awake when the scatter ends */
+        }
         if (load(launch->cell + 1) != launch->number)
             continue;
         launch->ended_ns = now_ns();
@@ -385,7 +395,7 @@ static int64_t most_pause_ns(const State *state) {
     int64_t most = 0;
     for (const Launch *launch = state->launches; launch != NULL; launch = launch->next)
         if (launch->state == RUNS)
-            return NEAR_PAUSE_NS;
+            return RUNNING_PAUSE_NS;
     for (const Session *session = state->sessions; session != NULL; session = session->next) {
         if (session->num_waiting > 0)
             most = FAR_PAUSE_NS;
@@ -635,6 +645,25 @@ static int append(PyObject *list, PyObject *item) {
     return error;
 }
 
+static PyObject *method_await_lone(PyObject *self, PyObject *Py_UNUSED(unused)) {
+    State *state = ((Watch *)self)->state;
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t begun = now_ns(); now_ns() - begun < MOST_SPIN_NS;) {
+        int is_near_end = 0;
+        pthread_mutex_lock(&state->gate);
+        if (is_lone(state)) {
+            end_launches(state);
+            for (Launch *launch = state->launches; launch != NULL; launch = launch->next)
+                is_near_end |= launch->state == RUNS && launch->gathered_ns != 0;
+        }
+        pthread_mutex_unlock(&state->gate);
+        if (!is_near_end)
+            break;
+    }
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *method_take_queued(PyObject *self, PyObject *Py_UNUSED(unused)) {
     PyObject *queued = PyList_New(0);
     State *state = enter(self);
@@ -797,6 +826,7 @@ static void watch_dealloc(PyObject *self) {
 static PyMethodDef watch_methods[] = {
     {"add", method_add, METH_VARARGS, NULL},
     {"arm", method_arm, METH_VARARGS, NULL},
+    {"await_lone", method_await_lone, METH_NOARGS, NULL},
     {"close", method_close, METH_NOARGS, NULL},
     {"close_entry", method_close_entry, METH_VARARGS, NULL},
     {"disarm", method_disarm, METH_VARARGS, NULL},

@@ -61,6 +61,9 @@ class Watch:
     def disarm(self, grant: int, /) -> bool:
         """Forget an armed scatter. Return False if it was queued, or is unknown."""
 
+    def await_lone(self) -> None:
+        """Wait for the end of a scatter that runs alone, and whose gather has ended, for at most 0.25 ms."""
+
     def take_queued(self) -> list[int]:
         """Return the grants whose scatters were queued since the last call."""
 

@@ -327,6 +327,7 @@ class ReceiverLoop:
     def _on_reports(self) -> None:
         """Take in the scatters and gathers that have ended since the last call."""
         try:
+            self._watch.await_lone()
             with self._watch.gate():
                 queued = self._watch.take_queued()
                 scattered, gathered = self._watch.take_ended()

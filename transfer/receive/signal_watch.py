@@ -62,7 +62,7 @@ class SignalWatch:
     inside `gate`.
 
     Args:
-        on_report: Called on the loop when `take_ended` has reports.
+        on_report: Called on the loop when `take_ended` has reports, and when it will have some soon.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_report: Callable[[], None]) -> None:
@@ -125,6 +125,11 @@ class SignalWatch:
             yield
         finally:
             self._watch.leave()
+
+    def await_lone(self) -> None:
+        """Wait for the end of a lone scatter that is about to end. The GIL is not held. To sleep would take longer."""
+        assert self._watch is not None
+        self._watch.await_lone()
 
     def take_queued(self) -> list[tuple[int, int]]:
         """Return the session and grant of each scatter that was queued since the last call."""
