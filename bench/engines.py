@@ -290,7 +290,7 @@ def print_table(cells: Sequence[Cell], console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare KV connectors in vLLM or SGLang servers")
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
-    parser.add_argument("--setups", nargs="+", type=checked_setup, default=["one", "nixl", "kvferry"])
+    parser.add_argument("--setups", nargs="+", default=["one", "nixl", "kvferry"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2000, 8000], help="prompt lengths in tokens")
     parser.add_argument("--in-flight", nargs="+", type=int, default=[1, 8, 32], help="clients that send at the same time")
     parser.add_argument("--rounds", type=int, default=2, help="requests per client in each turn; a turn has at least 8 requests")
@@ -310,9 +310,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there, after each kind of load")
     parser.add_argument("server_arguments", nargs="*", help="after --: further arguments of every vLLM server")
     arguments = parser.parse_args()
-    unknown = set(arguments.setups) - set(SGLANG_SETUPS) if arguments.engine == "sglang" else ()
-    if unknown:
-        parser.error(f"--setups has {', '.join(sorted(unknown))}; with --engine sglang, use {', '.join(SGLANG_SETUPS)}")
+    for setup in arguments.setups:
+        if arguments.engine == "vllm":
+            try:
+                checked_setup(setup)
+            except argparse.ArgumentTypeError as error:
+                parser.error(f"--setups: {error}")
+        elif setup not in SGLANG_SETUPS:
+            parser.error(f"--setups has {setup}; with --engine sglang, use {', '.join(SGLANG_SETUPS)}")
     console = Console(width=200)
     with tempfile.TemporaryDirectory(prefix="kvferry-engines-") as folder:
         logs = arguments.logs or Path(folder)

@@ -1,7 +1,8 @@
 """SGLang servers for `bench.engines`: one alone, or a pair that is joined by a disaggregation backend.
 
 Setups: `one` is one server with the TP degree of the decode side. `nixl` and `kvferry` are a prefill and a decode server, joined
-by SGLang's NIXL backend or by kvferry with its defaults. The client sends each request to both servers, as SGLang's router does.
+by SGLang's NIXL backend or by kvferry with its defaults. `staging` is `nixl` with SGLang's staging buffers for different TP
+degrees. The client sends each request to both servers, as SGLang's router does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from bench.engine_load import Answer, Load, run_clients
 from bench.engine_servers import HOST, Setup, free_port
 
 _FIRST_ROOM: Final = 1 << 40
-SETUPS: Final = ("one", "nixl", "kvferry")
+SETUPS: Final = ("one", "nixl", "staging", "kvferry")
+_ENVIRONMENT: Final = {"kvferry": {"KVFERRY_TLS__INSECURE": "1"}, "staging": {"SGLANG_DISAGG_STAGING_BUFFER": "1"}}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +42,8 @@ class SglangSetup(Setup):
             return
         self._bootstrap_port = free_port()
         for role, tp_size in (("prefill", serving.prefill_tp), ("decode", serving.decode_tp)):
-            arguments = ["--disaggregation-mode", role, "--disaggregation-transfer-backend", self.name]
+            backend = "kvferry" if self.name == "kvferry" else "nixl"
+            arguments = ["--disaggregation-mode", role, "--disaggregation-transfer-backend", backend]
             self._start_sglang(role, tp_size, [*arguments, "--disaggregation-bootstrap-port", str(self._bootstrap_port)])
 
     def num_preemptions(self) -> int:
@@ -73,8 +76,7 @@ class SglangSetup(Setup):
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.serving.model), "--host", HOST]
         command += ["--port", str(port), "--tp-size", str(tp_size), "--dist-init-addr", f"{HOST}:{free_port()}"]
         command += ["--nccl-port", str(free_port()), "--skip-server-warmup", *arguments, *self.serving.arguments]
-        environment = {"KVFERRY_TLS__INSECURE": "1"} if self.name == "kvferry" else {}
-        self._start(role, command, ready_url=f"{url}/model_info", environment=environment)
+        self._start(role, command, ready_url=f"{url}/model_info", environment=_ENVIRONMENT.get(self.name, {}))
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any], answer: Answer) -> None:
