@@ -308,11 +308,16 @@ static Launch *armed(State *state, const Session *session, uint64_t grant) {
     return NULL;
 }
 
+/* Whether one scatter runs, and no other piece is expected. The owner has not counted down for a scatter that is not reported. */
 static int is_lone(const State *state) {
-    int num_running = 0;
-    for (const Launch *launch = state->launches; launch != NULL; launch = launch->next)
+    int num_running = 0, num_expected = 0;
+    for (const Launch *launch = state->launches; launch != NULL; launch = launch->next) {
         num_running += launch->state == RUNS;
-    return num_running == 1;
+        num_expected -= launch->state != ARMED && !launch->is_reported;
+    }
+    for (const Session *session = state->sessions; session != NULL; session = session->next)
+        num_expected += session->num_awaited;
+    return num_running == 1 && num_expected <= 0;
 }
 
 /* Take the entries of the gathers that have begun. Returns whether there are any. If the writer skips an entry, signals are stopped:
