@@ -22,11 +22,11 @@ import torch
 
 from tests.transport.host_cuda import HostCuda, TwinBuffer, TwinStream, remove_files
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed, WriteFailed
-from transfer.transport import cuda_ipc
+from transfer.transport import cuda_ipc, cuda_ipc_driver
 from transfer.transport.base import ByteRange
 from transfer.transport.cuda_ipc import CudaIpcTransport
 from transfer.transport.cuda_ipc_blob import Answered
-from transfer.transport.cuda_ipc_driver import CudaError, CudaWords
+from transfer.transport.cuda_ipc_driver import Cuda, CudaError, CudaWords
 from transfer.transport.peer import pack_blob, unpack_blob
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,6 +177,34 @@ def test_registered_words_are_given_back_also_if_their_address_cannot_be_found()
         CudaWords(cuda, 0, mmap.mmap(-1, 8192), lambda function: function())
     gc.collect()
     assert calls == ["cuMemHostRegister", "cuMemHostGetDevicePointer", "cuMemHostUnregister"]
+
+
+@pytest.mark.parametrize("library", [lambda name: SimpleNamespace(), lambda name: ctypes.cdll.LoadLibrary("libmissing.so.1")])
+def test_without_a_function_of_the_driver_there_are_no_signals(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ipc_driver, "_stream_functions", cuda_ipc_driver._stream_functions.__wrapped__)  # noqa: SLF001
+    monkeypatch.setattr(cuda_ipc_driver.ctypes, "CDLL", library)
+    flags = dict.fromkeys(("CU_MEMHOSTREGISTER_PORTABLE", "CU_MEMHOSTREGISTER_DEVICEMAP"), 1)
+    attributes = SimpleNamespace(CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS=1)
+    cuda: Any = SimpleNamespace(
+        driver=SimpleNamespace(CUdevice_attribute=attributes, **flags),
+        call=lambda *_: 1,
+        on=lambda _: contextlib.nullcontext(),
+        beside_captures=contextlib.nullcontext,
+        _device=lambda device: device,
+    )
+    assert Cuda.open_words(cuda, 0, mmap.mmap(-1, 8192), lambda function: function()) is None
+
+
+@pytest.mark.parametrize("error", [AttributeError("no such function"), RuntimeError('Function "cuFuncGetParamInfo" not found')])
+def test_a_driver_that_does_not_know_the_parameters_of_a_kernel_is_an_error_of_cuda(error: Exception) -> None:
+    """Drivers before CUDA 12.4. cuda-bindings raises RuntimeError for a function that the driver does not have."""
+
+    def missing(*_: Any) -> None:
+        raise error
+
+    cuda: Any = SimpleNamespace(driver=SimpleNamespace(cuFuncGetParamInfo=missing))
+    with pytest.raises(CudaError, match="cuFuncGetParamInfo"):
+        Cuda.parameters_of(cuda, 1)
 
 
 def test_a_peer_without_signals_is_told_nothing_of_them(pair: Pair) -> None:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from functools import cache, cached_property
 from typing import Any, Final
@@ -18,6 +19,8 @@ from torch import Tensor
 from transfer.copy.copier import KernelLaunch
 from transfer.errors import TransferError
 from transfer.transport.cuda_ipc_driver import process_cuda
+
+log = logging.getLogger(__name__)
 
 _PARAMETER_BYTES: Final = {"i32": 4, "i64": 8}
 
@@ -130,7 +133,8 @@ class Launcher:
         sizes = [_PARAMETER_BYTES.get(kind) for kind in types]
         try:
             found = process_cuda().parameters_of(self._compiled.function)
-        except TransferError:
+        except TransferError as error:
+            log.info("scatters are launched after their gathers: %s", error)
             return None
         is_known = [size for _, size in found] == sizes + [8] * (len(found) - len(sizes))
         return found if is_plain and is_known and found else None

@@ -117,14 +117,11 @@ class CudaWords:
             unregister = functools.partial(_unregister, cuda, device, self.address, memory)
             weakref.finalize(self, closing, unregister).atexit = False  # also if the next call fails
             self.device_address = int(cuda.call("cuMemHostGetDevicePointer", self.address, 0))
+        self.functions = _stream_functions()
 
     @property
     def context(self) -> int:
         return self._cuda.context_handle(self._device)
-
-    @property
-    def functions(self) -> tuple[int, ...]:
-        return _stream_functions()
 
     def write(self, stream: int, word: int, value: int) -> None:
         flag = self._cuda.driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value  # with a memory barrier
@@ -136,10 +133,17 @@ class CudaWords:
 
 @functools.cache
 def _stream_functions() -> tuple[int, ...]:
-    """Addresses of the driver's functions, as `DeviceWords.functions`. The names have the version that cuda.h selects."""
-    library = ctypes.CDLL("libcuda.so.1")
+    """Addresses of the driver's functions, as `DeviceWords.functions`. The names have the version that cuda.h selects.
+
+    Raises:
+        CudaError: The driver does not have them.
+    """
     names = ("cuCtxSetCurrent", "cuStreamWaitValue64_v2", "cuLaunchKernel", "cuMemcpyDtoHAsync_v2", "cuStreamWriteValue64_v2")
-    return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names)
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names)
+    except (OSError, AttributeError) as error:
+        raise CudaError(f"the driver lacks a function ({_in_a_line(error)})") from error
 
 
 def _unregister(cuda: Cuda, device: int, address: int, memory: Any) -> None:
@@ -303,7 +307,10 @@ class Cuda:
         """Return the offset and size in bytes of each parameter of a kernel."""
         found: list[tuple[int, int]] = []
         while True:
-            status, *place = self.driver.cuFuncGetParamInfo(function, len(found))
+            try:
+                status, *place = self.driver.cuFuncGetParamInfo(function, len(found))
+            except (AttributeError, RuntimeError) as error:  # cuda-bindings, or the driver, is older than CUDA 12.4
+                raise CudaError(f"cuFuncGetParamInfo is missing ({_in_a_line(error)})") from error
             if status == self.driver.CUresult.CUDA_ERROR_INVALID_VALUE:  # behind the last parameter
                 return tuple(found)
             self.check("cuFuncGetParamInfo", status)
