@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -296,6 +297,18 @@ async def test_a_closed_session_keeps_its_words_until_its_scatter_has_ended(ends
     ends.watch.close(is_idle=True)
 
 
+async def test_the_words_of_a_removed_session_are_not_looked_at_when_they_are_unmapped(patient: Ends) -> None:
+    """The watch can hold the last reference, because a session whose writer is gone drops its own."""
+    watch, known = patient.watch, list[bool]()
+    watch.begin(0, patient.readers[0])
+    weakref.finalize(patient.readers[0], lambda: known.append(watch.stop(0)))
+    patient.readers.clear()
+    assert not known
+    watch.remove(0)
+    assert known == [False]
+    watch.close(is_idle=True)
+
+
 async def test_a_forked_process_can_close_the_watch_and_open_another(patient: Ends) -> None:
     """It has no thread of its parent's."""
     patient.watch.begin(0, patient.readers[0])
@@ -341,6 +354,34 @@ is_queued = False
 while not is_queued:
     with watch.gate():
         is_queued = bool(watch.take_queued())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+
+
+def test_the_end_of_the_process_can_end_a_watch_that_its_loop_uses() -> None:
+    """The loop's thread is a daemon in an engine, so it still runs."""
+    code = """
+import ctypes, mmap, threading
+from transfer.receive import _signals
+words = mmap.mmap(-1, 8192)
+address = ctypes.addressof(ctypes.c_char.from_buffer(words))
+function = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
+for _ in range(10):
+    watch, is_used, is_closed = _signals.Watch((function,) * 5, 1.0), threading.Event(), threading.Event()
+    watch.add(0, address, address, 0)
+    for grant in range(20000):
+        watch.arm(0, grant, 1, address, address, ())
+    def use():
+        is_used.set()
+        while not is_closed.is_set():
+            watch.take_queued()
+    user = threading.Thread(target=use)
+    user.start()
+    is_used.wait()
+    watch.close()
+    is_closed.set()
+    user.join()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import random
+import time
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from transfer.receive import loop as receive_loop
 from transfer.receive import signal_watch
 from transfer.receive.loop import ReceiverLoop
 from transfer.send import loop as send_loop
-from transfer.transport.signals import NUM_ENTRIES, GatherSignal
+from transfer.transport.signals import NUM_ENTRIES, GatherSignal, SignalWriter
 
 needs_compiled = pytest.mark.skipif(
     not signal_watch.IS_BUILT, reason="transfer.receive._signals is not built: make setup builds it"
@@ -188,6 +189,36 @@ async def test_a_session_that_ends_while_its_gathers_run_reports_no_slow_device(
                 await request.wait()
             await all_ended(pair)
         assert not [line for line in lines if line["event"] == "signal_given_up"]
+
+
+@needs_compiled
+@pytest.mark.usefixtures("faked")
+async def test_no_scatter_is_queued_once_the_stream_of_a_closed_session_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`CopyQueue.forget` gives the stream back, and `CopyQueue.close` reports that all streams are done."""
+    pair = Pair()
+    async with asyncio.timeout(20), pair.pair:
+        pair.compute("0", 0)
+        request = pair.pair.begin("0", num_tokens=TOKENS, **pair.tables(0))
+        receiver = loops_of(pair)[0]
+        while not receiver._watch.num_armed:  # noqa: SLF001
+            await asyncio.sleep(_LOOK_S)
+        session, grants = next(iter(receiver._sessions)), list(receiver._watch._armed)  # noqa: SLF001
+        words, total = receiver._sessions[session].signal_reader.words, ctypes.c_uint64()  # type: ignore[union-attr]  # noqa: SLF001
+        writer = SignalWriter(words)
+
+        def forget(queue: Any, peer: int) -> None:
+            for grant in grants if peer == session else ():
+                writer.begin(grant, 0, ctypes.addressof(total))
+            time.sleep(0.05)
+            assert SignallingQueue.driver.is_idle(peer)
+
+        monkeypatch.setattr(SignallingQueue, "forget", forget)
+        receiver.close_session(session, "the link is lost")
+        for sender in pair.pair._senders:  # noqa: SLF001
+            sender.loop.close_session(session, "the link is lost")
+        with pytest.raises(TransferAborted):
+            await request.wait()
+        await all_ended(pair)
 
 
 @needs_compiled

@@ -734,25 +734,27 @@ end:
     return found;
 }
 
-/* End the thread, and the limits of launches under way. */
+/* End the thread, and the limits of launches under way. At the end of the process, the owner's thread can use the watch meanwhile. */
 static void close_state(State *state) {
     if (state->pid != getpid()) /* a forked child has no such thread */
         return;
     pthread_mutex_lock(&state->gate);
+    int has_thread = state->has_thread;
+    state->has_thread = 0;
     state->is_closing = 1;
     pthread_cond_signal(&state->changed);
     pthread_mutex_unlock(&state->gate);
-    if (state->has_thread)
+    if (has_thread)
         pthread_join(state->thread, NULL);
-    state->has_thread = 0;
-    for (Launch *launch = state->launches; launch != NULL; launch = launch->next)
-        if (launch->limit != NULL)
-            end_limit(launch->limit);
+    pthread_mutex_lock(&state->gate);
     while (state->launches != NULL) {
         Launch *launch = state->launches;
         state->launches = launch->next;
+        if (launch->limit != NULL)
+            end_limit(launch->limit);
         free_launch(launch);
     }
+    pthread_mutex_unlock(&state->gate);
 }
 
 static PyObject *method_close(PyObject *self, PyObject *Py_UNUSED(unused)) {

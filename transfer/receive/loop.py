@@ -240,6 +240,7 @@ class ReceiverLoop:
         session = self._sessions.pop(number, None)
         if session is None:
             return
+        self._watch.remove(number)  # no scatter is queued on its stream any more, nor into pages that the end of a request frees
         self.driver.remove(session)
         session.close()
         self._queue.forget(number)
@@ -249,7 +250,6 @@ class ReceiverLoop:
             if self._ending_timer is None:
                 self._ending_timer = self._loop.call_later(ENDING_LOOK_S, self._look_at_ending)
         self._pump.feed(protocol.ReceiverSessionLost(session=number, reason=reason, is_over=number not in self._ending))
-        self._watch.remove(number)
         self._on_session_closed(number, reason)
 
     def _look_at_ending(self) -> None:

@@ -103,9 +103,10 @@ class SignalWatch:
             self._watch.expect(session, -1)
 
     def remove(self, session: int) -> None:
-        """Forget a session that is closed. Its scatters under way still end. It has no armed scatters."""
-        if self._readers.pop(session, None) is not None and self._watch is not None:
+        """Forget a session that is being closed. Its scatters under way still end. Its armed scatters are not queued any more."""
+        if self._watch is not None:
             self._watch.remove(session)
+        self._readers.pop(session, None)  # after the thread has let go of the words, because they can be unmapped here
 
     def arm(self, session: int, grant: int, launch: ScatterLaunch) -> None:
         """Queue a scatter when the gather into the grant begins. `begin` was called for the grant."""
