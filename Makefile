@@ -194,7 +194,7 @@ $(WHEEL_STAMP): Makefile
 	@$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(WHEEL_TOOLS)
 	@touch $@
 
-# The extension modules are optional at the installation from source, but a wheel without it would be slow everywhere.
+# The extension modules are optional at the installation from source, but a wheel without them would be slow everywhere.
 wheel: $(WHEEL_STAMP) ## build the sdist and the wheel into dist/, and check them
 	@rm -rf build dist
 	@$(WHEEL_VENV)/bin/python -m build --outdir dist . > /dev/null

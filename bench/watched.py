@@ -43,7 +43,7 @@ RING_BYTES, SICK_RING_BYTES = 64 << 20, 4 << 20
 
 
 def spec_of(model: Path, *, device: str, is_sick: bool) -> ClusterSpec:
-    """Place each node on a GPU of its own if there are enough.
+    """Return a cluster whose nodes use the GPUs in turn.
 
     A sick cluster has small rings, so that chunks wait for credit when many are under way.
     """

@@ -19,9 +19,9 @@ _SPEED: Final = Row(
             description=(
                 "For each link: time that its writes should take at its probe's speed, divided by its busy time. N links that "
                 "fill a card show 1/N each. Single links below 20 %: their path. All of a node, below the card's rate: its "
-                "card. All: the network. Above 100 %: writes overlap, also those to several decode nodes, but their "
-                "expected times add up, each with the probe's latency. Copies of cuda_ipc count as busy without their launch, "
-                "which the probe includes. Or other processes slowed the probe at attach."
+                "card. All: the network. Above 100 %: writes overlap, also those to several decode nodes, while their "
+                "expected times, each with the probe's latency, are added. Or copies use cuda_ipc: their busy time excludes the "
+                "launch, which the probe includes. Or other processes slowed the probe at attach."
             ),
             unit=Unit.SHARE,
             lines=(

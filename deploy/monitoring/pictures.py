@@ -40,7 +40,7 @@ _ANSWER_S: Final = 30.0
 _POINTS: Final = 240
 _CHART_INCHES: Final = 2.7  # without its legend
 _LEGEND_INCHES: Final = 0.15  # for each line of names
-_NAME_CHARACTERS: Final = 4  # of a name in half of a legend, for each column of a chart
+_NAME_CHARACTERS: Final = 4  # for each column of a chart: characters of a name that fit in half of its legend
 _FULL_INCHES: Final = 16.0
 _LEVELS: Final = 5
 _COLOURS: Final = ("#336699", "#ff9900", "#cc3333", "#339933", "#663399", "#666666", "#cc3399", "#003366")
@@ -180,13 +180,13 @@ def draw(row: Row, view: View, file: Path) -> None:
     heights = [_CHART_INCHES + _LEGEND_INCHES * max(_legend_lines(chart, seen[chart.title]) for chart in line) for line in lines]
     figure = Figure(figsize=(_FULL_INCHES, sum(heights)), dpi=75, layout="constrained")
     FigureCanvasAgg(figure)
-    # A figure per line: in one grid, charts of different lines that end in different columns squeeze each other to nothing.
+    # One figure per line: in a common grid, charts of different lines that end in different columns collapse.
     for line, part in zip(lines, figure.subfigures(len(lines), 1, squeeze=False, height_ratios=heights)[:, 0], strict=True):
         grid, left = part.add_gridspec(1, FULL_WIDTH), 0
         for chart in line:
             _draw_chart(part.add_subplot(grid[0, left : left + chart.columns]), chart, seen[chart.title], view)
             left += chart.columns
-    figure.draw_without_rendering()  # ticks depend on heights, and the room for their labels on the ticks
+    figure.draw_without_rendering()  # ticks depend on heights, and the space for their labels depends on the ticks
     with BytesIO() as drawn:
         figure.savefig(drawn, format="png")
         drawn.seek(0)

@@ -31,7 +31,7 @@ class TierSpec:
         order: "NHD" or "HND".
         pool_tokens: Capacity of each rank's KV pool.
         settings: Other settings of the node by path, for example ``{"limits.max_running_requests": 4}``; they win.
-        first_devices: `first_device` of each node in turn. Without any, nodes use that of `settings` or the default.
+        first_devices: `first_device` of each node, in turn. If empty, nodes use that of `settings` or the default.
     """
 
     model: Path

@@ -194,7 +194,7 @@ async def test_a_signalled_scatter_of_other_bytes_is_not_intact() -> None:
     stream = torch.cuda.current_stream().cuda_stream
     target.arm(wire, 8)
     assert writer.begin(8, stream, total.data_ptr()) == 1
-    total += 1  # which is not the digest of zeros
+    total += 1  # not the digest of zeros
     writer.end(1, stream, total.data_ptr())
     ended = await target.next()
     assert isinstance(ended, Scattered) and ended.is_intact is False
@@ -216,7 +216,7 @@ async def test_no_stream_waits_long_for_a_gather_that_does_not_end() -> None:
     assert isinstance(ended, Scattered) and ended.is_intact is None
     torch.cuda.synchronize()
     assert SIGNAL_LIMIT_S <= time.monotonic() - begun_s < SIGNAL_LIMIT_S + 1
-    is_intact, _ = await scattered(target.side, wire, digest(wire.cpu().numpy(), DIGEST_WORDS))  # and the next copy is as ever
+    is_intact, _ = await scattered(target.side, wire, digest(wire.cpu().numpy(), DIGEST_WORDS))  # the next copy works
     assert is_intact
     target.close()
 

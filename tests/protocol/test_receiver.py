@@ -751,7 +751,7 @@ def test_a_signal_that_does_not_fit_its_grant_changes_nothing() -> None:
     assert not signalled(receiver, cells(5, 6), digest=7)  # no grant
     assert of_type(receiver.ready(0, grant, num_bytes=half), rx.StartScatter)
     assert not signalled(receiver, grant, digest=7)  # later than the message
-    with pytest.raises(LocalProtocolError, match="awaits none"):  # a scatter that the machine does not know of
+    with pytest.raises(LocalProtocolError, match="awaits no signal"):  # a scatter that the machine does not know of
         signalled(receiver, grant)
     two_sided = ReceiverHand()
     assert not signalled(two_sided, two_sided.granted(), digest=7)

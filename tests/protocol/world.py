@@ -548,7 +548,7 @@ class World:
             self.after(60, lambda: self._stored(sender, action, link, shipment, is_signalled=is_signalled))
 
     def _signal(self, link: Link, grant: Grant, tag: Tag) -> None:
-        """The begin of a gather: its scatter may be armed. Otherwise the end is reported."""
+        """Report the start of a gather whose scatter is armed, or the end of another one."""
         receiver = self.receivers[link.decode_rank]
         if not link.is_open_at_receiver or receiver.incarnation != link.receiver_incarnation or self.chance(10):
             return

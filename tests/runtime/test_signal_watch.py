@@ -225,7 +225,7 @@ async def test_a_stopped_session_continues_in_order_after_the_pause(patient: End
 
 @pytest.mark.parametrize("written", [{8: 5}, {8: 1, 10: 5}, dict.fromkeys(range(8, NUM_BYTES // 8), 2**64 - 1)])
 async def test_a_writer_that_skips_an_entry_is_not_followed(patient: Ends, written: dict[int, int]) -> None:
-    """The next look would find news again, and so on: the thread would never wait."""
+    """Otherwise, the thread would look again without a pause."""
     patient.watch.begin(0, patient.readers[0])
     for word, number in written.items():
         patient.words[0][word] = number
@@ -234,12 +234,12 @@ async def test_a_writer_that_skips_an_entry_is_not_followed(patient: Ends, writt
             await asyncio.sleep(0.001)
     patient.watch.resume(0)
     assert patient.words[0][1] and patient.gathered.empty()
-    await looks_since(patient)  # others are
+    await looks_since(patient)  # other sessions are still watched
     patient.watch.close(is_idle=True)
 
 
 async def test_a_gather_that_does_not_end_is_given_up(ends: Ends) -> None:
-    """Its writer sends messages from then on: otherwise that of a slow gather would follow only after `repeat_after_s`."""
+    """Its writer then sends messages. Otherwise, the message of a slow gather would follow only after `repeat_after_s`."""
     ends.watch.begin(0, ends.readers[0])
     ends.arm(8, 5)
     signal = ends.begin(8)
@@ -310,7 +310,7 @@ async def test_the_words_of_a_removed_session_are_not_looked_at_when_they_are_un
 
 
 async def test_a_forked_process_can_close_the_watch_and_open_another(patient: Ends) -> None:
-    """It has no thread of its parent's."""
+    """The child process does not have its parent's threads."""
     patient.watch.begin(0, patient.readers[0])
     child = os.fork()
     if not child:
@@ -329,7 +329,7 @@ async def test_a_forked_process_can_close_the_watch_and_open_another(patient: En
 
 
 def test_a_process_can_end_while_a_stream_waits() -> None:
-    """The words are unmapped before it has ended."""
+    """The words are unmapped before the process has ended."""
     code = """
 import atexit, ctypes, mmap, time
 words, total, cell = mmap.mmap(-1, 8192), ctypes.c_uint64(), (ctypes.c_uint64 * 2)()

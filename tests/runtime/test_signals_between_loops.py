@@ -86,7 +86,7 @@ def loops_of(pair: Pair) -> list[ReceiverLoop]:
 
 
 def words_of(pair: Pair) -> list[HostWords]:
-    """Signals of all sessions, by the loops."""
+    """Return the signal words of all sessions."""
     readers = [session.signal_reader for loop in loops_of(pair) for session in loop._sessions.values()]  # noqa: SLF001
     assert readers and all(reader is not None for reader in readers)
     return [reader.words for reader in readers if reader is not None]

@@ -105,7 +105,7 @@ class _Allocation:
 class HostDriver:
     """The driver's functions of `DeviceWords.functions`, as a C thread calls them. A thread runs the work of all streams.
 
-    Streams are named by any numbers. A kernel is a function of Python, named by what `kernel` returns.
+    Any number identifies a stream. A kernel is a Python function, which the number from `kernel` identifies.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class HostDriver:
         self.status = 0
         """Returned by every launch from now on."""
         self.is_blocking = False
-        """Whether a launch returns only when its stream is done, as that of a new kernel can."""
+        """Whether a launch returns only when its stream is done, as the first launch of a kernel can."""
         word, size, handle = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
         number = ctypes.c_uint
         kinds: list[tuple[Any, ...]] = [
@@ -132,7 +132,7 @@ class HostDriver:
         threading.Thread(target=self._run, name="host-driver", daemon=True).start()
 
     def kernel(self, function: Callable[[], None]) -> int:
-        """Name a kernel, which can be launched once."""
+        """Return the number of a new kernel, which can be launched once."""
         number = next(self._numbers)
         self._kernels[number] = function
         return number
@@ -189,7 +189,7 @@ class HostWords:
     """`CudaWords` whose writer's stream does everything at once.
 
     Args:
-        driver: Of the target's streams. None: no scatter may be armed.
+        driver: Driver of the target's streams. None means that no scatter may be armed.
     """
 
     context = 0

@@ -92,7 +92,10 @@ class CopyPlan(ABC):
     def scatter_kernels(
         self, pages: Tensor, source: WireMemory, *, first_page: int, digest: Tensor
     ) -> Sequence[KernelLaunch] | None:
-        """Return the launches of a scatter with digest without queuing them. None if it needs more, or is not compiled."""
+        """Return the launches of a scatter with digest, without queuing them.
+
+        None means that the scatter needs other work, too, or is not compiled.
+        """
         return None
 
     def is_compiled(self, wire_address: int, *, has_digest: bool, is_gather: bool) -> bool:

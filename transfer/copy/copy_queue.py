@@ -48,7 +48,8 @@ class CopyQueue(Protocol):
         ...
 
     def launch_of(self, piece: PieceCopy, source: Tensor, *, algorithm: str, peer: int) -> ScatterLaunch | None:
-        """Prepare the scatter of an expected piece, to be queued without Python. None if it cannot be, as in host memory."""
+        """Prepare the scatter of an expected piece, to be queued without Python. Return None if that is impossible, as in host
+        memory."""
         ...
 
     def scatter(

@@ -64,7 +64,7 @@ class Tuning:
 DEFAULT_TUNING = Tuning()
 
 Launch = tuple[Launcher, tuple[int, int, int], tuple[int, ...]]
-"""A variant of the kernel, its grid, and its arguments; of a prepared one those behind pages, wire and digest."""
+"""A variant of the kernel, its grid, and its arguments. A prepared launch lacks the first three: pages, wire and digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +191,8 @@ class _TritonPlan(CopyPlan):
     def _calls(
         self, stream: Stream, pages: Tensor, wire: WireMemory, first_page: int, digest: Digest | None, *, is_gather: bool
     ) -> list[Launch]:
-        """Return what to launch on the current stream, which is `stream`, with all arguments. It may read the tables then."""
+        """Return the launches for the current stream, which is `stream`, with all arguments. Make the stream able to read the
+        tables."""
         wire_address = wire.data_ptr()
         if digest is not None and wire_address % WORD_BYTES:
             raise LayoutError(f"wire begins at {wire_address:#x}; to be digested on the way it must begin on {WORD_BYTES} bytes")

@@ -107,7 +107,7 @@ class Launcher:
             self._run(*grid, stream.handle, *self._handles, *arguments, *self._values)
 
     def launch_of(self, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> KernelLaunch | None:
-        """Return the driver's arguments of such a launch. None if the kernel is not compiled, or is launched by Triton only."""
+        """Return the driver's arguments of a launch. None: the kernel is not compiled, or only Triton can launch it."""
         parameters = self._parameters
         if parameters is None or grid[2] != 1:
             return None
@@ -118,7 +118,7 @@ class Launcher:
 
     @cached_property
     def _parameters(self) -> tuple[tuple[int, int], ...] | None:
-        """Offset and size of each parameter of the compiled kernel. None if it is launched by Triton only.
+        """Offset and size of each parameter of the compiled kernel. None means that only Triton can launch it.
 
         Behind the arguments, Triton adds pointers to scratch memory, which are null for a kernel that needs none.
         """

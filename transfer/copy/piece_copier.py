@@ -52,8 +52,8 @@ class ScatterLaunch:
     """A prepared scatter, see `transfer.receive._signals.Watch.arm`.
 
     Args:
-        keeps: What must not be freed before `give_back`.
-        give_back: To be called once, when the scatter has ended or will not be queued.
+        keeps: Objects that must not be freed before `give_back`.
+        give_back: Call it once, when the scatter has ended or will not be queued.
     """
 
     stream: int
@@ -135,7 +135,7 @@ class PieceCopy:
             add_digest(digest, out, self.num_wire_bytes, self.kernels)
 
     def scatter_kernels(self, source: WireMemory, digest: Tensor) -> tuple[KernelLaunch, ...] | None:
-        """Return the launches of `scatter` on the current stream, instead of queuing them. None if it is more than that."""
+        """Return the launches of `scatter` on the current stream, without queuing them. None: it needs other work, too."""
         launches: list[KernelLaunch] = []
         for plan, table, first_page in zip(self.plans.values(), self.tables, self.first_pages, strict=True):
             found = None

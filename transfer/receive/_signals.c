@@ -1,14 +1,14 @@
 /* Signals of writers' streams, at the target: a thread that looks at their words, and queues the scatters behind them.
  *
- * The layout of the words is that of transfer/transport/signals.py. Nothing here needs the GIL besides the methods, which an engine can
- * keep for milliseconds. When a gather has begun whose scatter was prepared (`arm`), the thread queues the scatter itself, behind
- * the word that reports the end of the gather. It reports the end of the scatter by an eventfd. Without a prepared scatter, it reports the
- * end of the gather.
+ * The layout of the words is that of transfer/transport/signals.py. Only the methods need the GIL, which an engine can hold for
+ * milliseconds. If the scatter of a gather was prepared (`arm`), the thread queues it when the gather begins, behind the word that reports
+ * the end of the gather. It reports the end of the scatter by an eventfd. Without a prepared scatter, it reports the end of the gather.
  *
- * The gate is the lock of everything here. The owner's thread holds it while it decides about grants, so no scatter is queued in between.
+ * The gate is the lock of sessions, launches and reports. The owner's thread holds it while it decides about grants, so no scatter is
+ * queued meanwhile.
  *
- * A stream waits for a limited time. A thread of its own keeps the limits: the thread that queues scatters can be in a call of CUDA that
- * returns only when the stream is done.
+ * A stream waits for a limited time. A second thread enforces the limits, because the first one can be in a call of CUDA that returns only
+ * when the stream is done.
  */
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
@@ -60,7 +60,7 @@ static int has_limits_thread;
 
 /* Give up the gathers whose time is up. First the writer's signals are stopped, so a message follows when the gather ends, and then the
  * wait ends. CUDA compares cyclically, and a hostile writer can write any number and at any time: so the word is written unless it is the
- * number itself, and looked at again after the same time. */
+ * number itself, and read again after the same time. */
 static void give_up(int64_t now) {
     for (Limit *limit = limits; limit != NULL; limit = limit->next) {
         if (limit->ends_ns > now)
@@ -117,7 +117,7 @@ static void init_condition(pthread_cond_t *condition) {
     pthread_condattr_destroy(&clock);
 }
 
-/* With the lock held. Returns an error number. */
+/* The caller holds the lock. Returns an error number. */
 static int start_limits_thread(void) {
     static int has_fork_handler;
     pthread_t thread;
@@ -138,7 +138,7 @@ static Limit *begin_limit(uint64_t *words, uint64_t *end, uint64_t number, int64
     if (limit == NULL)
         return NULL;
     *limit = (Limit){.words = words, .end = end, .number = number, .timeout_ns = timeout_ns, .ends_ns = now_ns() + timeout_ns};
-    pthread_mutex_lock(&limits_lock); /* its holders only look at a list */
+    pthread_mutex_lock(&limits_lock); /* held only briefly */
     int error = has_limits_thread ? 0 : start_limits_thread();
     if (error == 0) {
         limit->next = limits;
@@ -308,7 +308,7 @@ static Launch *armed(State *state, const Session *session, uint64_t grant) {
     return NULL;
 }
 
-/* Whether one scatter runs, and no other piece is expected. The owner has not counted down for a scatter that is not reported. */
+/* Whether one scatter runs, and no other piece is expected. The owner still counts a scatter that is not reported as expected. */
 static int is_lone(const State *state) {
     int num_running = 0, num_expected = 0;
     for (const Launch *launch = state->launches; launch != NULL; launch = launch->next) {
@@ -346,7 +346,7 @@ static int take_entries(State *state, Session *session) {
         int error = queue_launch(state, launch, number);
         if (error != 0)
             state->error = error;
-        if (error != 0 || is_lone(state)) /* the owner has time to note the scatter before it ends */
+        if (error != 0 || is_lone(state)) /* so that the owner handles the start before the scatter ends */
             report(state);
     }
     return has_news;
@@ -446,7 +446,7 @@ static void *look(void *argument) {
     return NULL;
 }
 
-/* Methods. The thread can be in a call of CUDA while it holds the gate, so nobody waits for the gate with the GIL. */
+/* Methods. The thread can be in a call of CUDA while it holds the gate, so no method waits for the gate while it holds the GIL. */
 
 static State *enter(PyObject *self) {
     State *state = ((Watch *)self)->state;
@@ -683,7 +683,7 @@ static PyObject *method_take_queued(PyObject *self, PyObject *Py_UNUSED(unused))
     return queued;
 }
 
-/* What is reported is forgotten also if there is no memory for the report: such an error ends the rank. */
+/* A report is removed even if there is no memory to return it: such an error ends the rank. */
 static PyObject *method_take_ended(PyObject *self, PyObject *Py_UNUSED(unused)) {
     PyObject *scattered = PyList_New(0), *gathered = PyList_New(0), *found = NULL;
     uint64_t count;
@@ -694,7 +694,7 @@ static PyObject *method_take_ended(PyObject *self, PyObject *Py_UNUSED(unused)) 
         /* nothing was reported since the last call */
     }
     if (state->error != 0) {
-        const char *format = state->error < 0 ? "no thread can be started that limits the waits of streams"
+        const char *format = state->error < 0 ? "the wait of a stream cannot be limited: no memory or no thread"
                                               : "a scatter cannot be queued: CUDA's driver returned error %d";
         PyErr_Format(PyExc_RuntimeError, format, state->error);
         state->error = 0;

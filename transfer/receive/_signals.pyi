@@ -11,12 +11,12 @@ class Watch:
         limit_s: Maximum time that a stream waits for the end of a gather.
 
     Raises:
-        OSError: There is no file descriptor or no thread.
+        OSError: No file descriptor or thread is available.
     """
 
     def __new__(cls, functions: tuple[int, ...], limit_s: float, /) -> Watch: ...
     def fileno(self) -> int:
-        """Return an eventfd, which can be read while `take_ended` has reports."""
+        """Return an eventfd. It is readable when `take_ended` has reports, or will have some soon."""
 
     def enter(self) -> None: ...
     def leave(self) -> None: ...
@@ -27,7 +27,7 @@ class Watch:
         """Forget a session. Its armed scatters are not queued any more."""
 
     def expect(self, session: int, change: int, /) -> None:
-        """Change the number of expected gathers. A session is looked at while it is above 0."""
+        """Change the number of expected gathers. The thread looks at a session while its number is above 0."""
 
     def stop(self, session: int, /) -> bool:
         """Make the writer send no more signals, and ignore those that still arrive. Return False if they were stopped before."""
@@ -79,4 +79,4 @@ class Watch:
         """
 
     def close(self) -> None:
-        """End the thread. No stream may still run a scatter."""
+        """End the thread, and the time limits of scatters that still run."""

@@ -111,8 +111,8 @@ class GatherSignalled:
     """A signal has reported a gather into the grant at `begin`: of a first attempt, on a direct session.
 
     Args:
-        digest: Of the gathered bytes. None if the gather still runs, and its signal has queued the scatter behind it. Such an
-            event is allowed only if the piece awaits a signal (`Receiver.awaits_signal`).
+        digest: Digest of the gathered bytes. None means that the scatter is queued already, behind a gather that may still run.
+            Such an event is allowed only if the piece awaits a signal (`Receiver.awaits_signal`).
     """
 
     session: int
@@ -172,7 +172,7 @@ class StartScatter:
     """Check the digest of the piece's bytes and scatter them, and answer with `ScatterFinished`.
 
     Args:
-        digest: None if a signal has queued the scatter behind the gather, and brings the digest.
+        digest: None means that the scatter is queued already, and is compared with the digest of its signal.
     """
 
     piece: ReceiverPiece

@@ -325,7 +325,7 @@ class ReceiverLoop:
         return actions
 
     def _on_reports(self) -> None:
-        """Take in the scatters and gathers that have ended since the last call."""
+        """Handle the scatters and gathers that have ended since the last call."""
         try:
             self._watch.await_lone()
             with self._watch.gate():
@@ -343,7 +343,7 @@ class ReceiverLoop:
         self._arm_next()
 
     def _arm_next(self) -> None:
-        """Arm the scatters of prepared pieces, the first grants first."""
+        """Arm the scatters of prepared pieces, in the order of their preparation."""
         while self._to_arm and self._watch.num_armed < MAX_ARMED:
             grant = next(iter(self._to_arm))
             piece = self._to_arm.pop(grant)
@@ -430,7 +430,7 @@ class ReceiverLoop:
         piece = action.piece
         self._to_prepare[piece.grant.begin] = piece
         session = self._sessions.get(piece.session)
-        if IS_BUILT and session is not None and session.signal_reader is not None:  # stopped or not: its pause can end before
+        if IS_BUILT and session is not None and session.signal_reader is not None:  # even if they are stopped
             self._awaited.setdefault(piece.request_id, {})[piece.grant.begin] = piece.session
             self._watch.begin(piece.session, session.signal_reader)
 
@@ -500,7 +500,7 @@ class ReceiverLoop:
                     bytes=piece.num_bytes,
                     seconds=seconds,
                 )
-        elif is_intact is None and session in self._sessions:  # one that is over is no fault of the device
+        elif is_intact is None and session in self._sessions:  # if it is closed, the device may be fast enough
             if self._watch.stop(session):
                 self._loop.call_later(SIGNAL_PAUSE_S, self._watch.resume, session)
             self._metrics.counter("signals_given_up").inc()

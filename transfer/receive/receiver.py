@@ -517,7 +517,7 @@ class Receiver:
         self._actions.append(StartScatter(piece=piece, digest=digest))
 
     def awaits_signal(self, session: int, begin: int) -> bool:
-        """Return whether the scatter of the grant at `begin` may start by a signal: in every other state, a signal is ignored."""
+        """Return whether a signal may start the scatter of the grant at `begin`. Otherwise, a signal is ignored."""
         piece = self._live.get(begin)
         return (
             piece is not None
@@ -533,7 +533,7 @@ class Receiver:
         if self.awaits_signal(event.session, event.begin):
             self._start_scatter(self._live[event.begin], event.digest)
         elif event.digest is None:
-            raise LocalProtocolError(f"a signal has queued a scatter into grant {event.begin}, which awaits none")
+            raise LocalProtocolError(f"a signal has queued the scatter of grant {event.begin}, which awaits no signal")
 
     def _on_writer_drained(self, session: int, message: WriterDrained) -> None:
         found = self._route_of(session, message.request_id, message.route)

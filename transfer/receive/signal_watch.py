@@ -37,8 +37,8 @@ class Scattered:
     """The end of a scatter that was queued behind its gather.
 
     Args:
-        is_intact: Whether the bytes have the digest of the gather. None: the gather did not end in time, and was given up.
-        seconds: From the end of the gather.
+        is_intact: Whether the bytes have the digest of the gather. None means that the gather did not end in time.
+        seconds: Time since the end of the gather, or since the scatter was queued if that is later.
     """
 
     grant: int
@@ -56,7 +56,7 @@ class Gathered:
 
 
 class SignalWatch:
-    """Looks at the signals of sessions while granted pieces are expected. Grants are named by where they begin.
+    """Look at the signals of sessions while granted pieces are expected. A grant is identified by its first position.
 
     A scatter that is armed is queued by a thread without Python when its gather begins. So it can be queued at any moment except
     inside `gate`.
@@ -76,7 +76,7 @@ class SignalWatch:
 
     @property
     def num_armed(self) -> int:
-        """Scatters that can be queued at any moment."""
+        """Number of scatters that can be queued at any moment."""
         return len(self._armed)
 
     @property
@@ -106,7 +106,7 @@ class SignalWatch:
         """Forget a session that is being closed. Its scatters under way still end. Its armed scatters are not queued any more."""
         if self._watch is not None:
             self._watch.remove(session)
-        self._readers.pop(session, None)  # after the thread has let go of the words, because they can be unmapped here
+        self._readers.pop(session, None)  # after the watch has forgotten the words, because this can unmap them
 
     def arm(self, session: int, grant: int, launch: ScatterLaunch) -> None:
         """Queue a scatter when the gather into the grant begins. `begin` was called for the grant."""
@@ -119,7 +119,7 @@ class SignalWatch:
 
     @contextlib.contextmanager
     def gate(self) -> Iterator[None]:
-        """Let no scatter be queued, and no end be reported, inside."""
+        """Block the thread meanwhile: it queues no scatter and reports no end."""
         assert self._watch is not None
         self._watch.enter()
         try:
@@ -128,7 +128,7 @@ class SignalWatch:
             self._watch.leave()
 
     def await_lone(self) -> None:
-        """Wait for the end of a lone scatter that is about to end. The GIL is not held. To sleep would take longer."""
+        """Wait for the end of a lone scatter that is about to end, without the GIL. A wake-up after a sleep would take longer."""
         assert self._watch is not None
         self._watch.await_lone()
 
@@ -148,7 +148,7 @@ class SignalWatch:
                 self._launches.pop(grant)[0].give_back()
 
     def take_ended(self) -> tuple[list[Scattered], list[Gathered]]:
-        """Return what has ended since the last call: scatters that `take_queued` has returned, and gathers without one.
+        """Return the ends since the last call: of scatters that `take_queued` has returned, and of gathers without a scatter.
 
         The signals are closed, so their writers can reuse the entries.
 
@@ -180,7 +180,7 @@ class SignalWatch:
         """End the thread.
 
         Args:
-            is_idle: Whether no stream runs a scatter. If not, the memory that the stream writes is kept for good.
+            is_idle: Whether no stream runs a scatter. If not, the memory that the stream writes is never freed.
         """
         if self._watch is None:
             return

@@ -133,7 +133,7 @@ class CudaWords:
 
 @functools.cache
 def _stream_functions() -> tuple[int, ...]:
-    """Addresses of the driver's functions, as `DeviceWords.functions`. The names have the version that cuda.h selects.
+    """Return the addresses of `DeviceWords.functions`. The names have the versions that cuda.h selects.
 
     Raises:
         CudaError: The driver does not have them.
