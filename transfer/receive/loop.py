@@ -28,7 +28,7 @@ from transfer.rank_context import RankContext
 from transfer.receive import events as protocol
 from transfer.receive.events import ReceiverSettings
 from transfer.receive.receiver import Receiver
-from transfer.receive.signal_watch import IS_BUILT, SignalWatch
+from transfer.receive.signal_watch import IS_BUILT, Gathered, Scattered, SignalWatch
 from transfer.receive.state import ReceiverPiece
 from transfer.ring import StagingAllocator, Watermark
 from transfer.tracing import Span, record_piece
@@ -326,14 +326,14 @@ class ReceiverLoop:
 
     def _on_reports(self) -> None:
         """Handle the scatters and gathers that have ended since the last call."""
-        try:
-            self._watch.await_lone()
-            with self._watch.gate():
-                queued = self._watch.take_queued()
+        self._watch.await_lone()
+        scattered, gathered = list[Scattered](), list[Gathered]()
+        with self._watch.gate():
+            queued = self._watch.take_queued()
+            try:
                 scattered, gathered = self._watch.take_ended()
-        except RuntimeError as error:
-            self._on_crash(error)
-            return
+            except RuntimeError as error:
+                self._on_crash(error)  # the pages of the queued scatters stay in use: the device can still write them
         for session, grant in queued:
             self._pump.feed(protocol.GatherSignalled(session=session, begin=grant, digest=None))
         for ended in scattered:
