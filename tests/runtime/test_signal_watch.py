@@ -297,6 +297,19 @@ async def test_a_closed_session_keeps_its_words_until_its_scatter_has_ended(ends
     ends.watch.close(is_idle=True)
 
 
+async def test_no_stream_waits_after_the_thread_has_ended(patient: Ends) -> None:
+    """Nothing keeps the limit of the wait from then on. At the end of a process, a wait for the device would never return."""
+    patient.watch.begin(0, patient.readers[0])
+    patient.arm(8, 5)
+    patient.begin(8)
+    async with asyncio.timeout(20):
+        while patient.driver.is_idle(_STREAM):
+            await asyncio.sleep(0.001)
+        patient.watch.end_thread()
+        while not patient.driver.is_idle(_STREAM):
+            await asyncio.sleep(0.001)
+
+
 async def test_the_words_of_a_removed_session_are_not_looked_at_when_they_are_unmapped(patient: Ends) -> None:
     """The watch can hold the last reference, because a session whose writer is gone drops its own."""
     watch, known = patient.watch, list[bool]()

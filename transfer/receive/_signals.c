@@ -58,19 +58,24 @@ static pthread_cond_t limits_changed;
 static Limit *limits;
 static int has_limits_thread;
 
-/* Give up the gathers whose time is up. First the writer's signals are stopped, so a message follows when the gather ends, and then the
- * wait ends. CUDA compares cyclically, and a hostile writer can write any number and at any time: so the word is written unless it is the
- * number itself, and read again after the same time. */
+/* Give up a gather, unless it has ended. First the writer's signals are stopped, so a message follows when the gather ends, and then the
+ * wait ends. CUDA compares cyclically, and a hostile writer can write any number: so the word is written unless it is the number itself.
+ * Returns whether it was written. */
+static int end_wait(const Limit *limit) {
+    if (load(limit->end) == limit->number)
+        return 0;
+    store(limit->words + IS_STOPPED, 1);
+    store(limit->end, limit->number);
+    return 1;
+}
+
+/* Give up the gathers whose time is up. A hostile writer can write at any time: so the words are read again after the same time. */
 static void give_up(int64_t now) {
     for (Limit *limit = limits; limit != NULL; limit = limit->next) {
         if (limit->ends_ns > now)
             continue;
         limit->ends_ns = now + limit->timeout_ns;
-        if (load(limit->end) == limit->number)
-            continue;
-        store(limit->words + IS_STOPPED, 1);
-        store(limit->end, limit->number);
-        limit->has_given_up = 1;
+        limit->has_given_up |= end_wait(limit);
     }
 }
 
@@ -734,7 +739,7 @@ end:
     return found;
 }
 
-/* End the thread, and the limits of launches under way. At the end of the process, the owner's thread can use the watch meanwhile. */
+/* End the thread, and the waits of launches under way, which have no limit from then on. At the end of the process, the owner's thread can use the watch meanwhile. */
 static void close_state(State *state) {
     if (state->pid != getpid()) /* a forked child has no such thread */
         return;
@@ -750,8 +755,10 @@ static void close_state(State *state) {
     while (state->launches != NULL) {
         Launch *launch = state->launches;
         state->launches = launch->next;
-        if (launch->limit != NULL)
+        if (launch->limit != NULL) {
+            end_wait(launch->limit);
             end_limit(launch->limit);
+        }
         free_launch(launch);
     }
     pthread_mutex_unlock(&state->gate);

@@ -79,4 +79,4 @@ class Watch:
         """
 
     def close(self) -> None:
-        """End the thread, and the time limits of scatters that still run."""
+        """End the thread, and the waits of scatters for their gathers. Their results are lost."""
