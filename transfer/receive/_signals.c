@@ -739,7 +739,8 @@ end:
     return found;
 }
 
-/* End the thread, and the waits of launches under way, which have no limit from then on. At the end of the process, the owner's thread can use the watch meanwhile. */
+/* End the thread, and the waits of launches under way, which have no limit from then on. At the end of the process, the owner's thread can
+ * use the watch meanwhile. */
 static void close_state(State *state) {
     if (state->pid != getpid()) /* a forked child has no such thread */
         return;
