@@ -116,6 +116,7 @@ class Target:
     def __init__(self, reader: SignalReader) -> None:
         self.side = Side.open("scatter", Kernels.TRITON)
         self.watch = SignalWatch(asyncio.get_running_loop(), self._on_report)
+        assert self.watch.open(reader)
         self.watch.begin(1, reader)
         self.ends: asyncio.Queue[Scattered | Gathered] = asyncio.Queue()
 

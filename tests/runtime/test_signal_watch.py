@@ -38,6 +38,7 @@ class Ends:
         self.words = [HostWords(memory).words for memory in memories]
         self.totals = [ctypes.c_uint64(2**64 - 3) for _ in memories]  # the next sum wraps around
         self.watch = SignalWatch(asyncio.get_running_loop(), self._on_report)
+        assert self.watch.open(self.readers[0])
         self.scattered: asyncio.Queue[Scattered] = asyncio.Queue()
         self.gathered: asyncio.Queue[Gathered] = asyncio.Queue()
         self.given_back: list[int] = []
@@ -359,6 +360,7 @@ from transfer.transport.signals import SignalReader, SignalWriter
 target = HostWords(words)
 target.functions = (ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value,) * 5  # each returns 0
 watch = SignalWatch(asyncio.new_event_loop(), lambda: None)
+watch.open(SignalReader(target))
 watch.begin(0, SignalReader(target))
 places = {"sum_address": ctypes.addressof(total), "cell_address": ctypes.addressof(cell)}
 watch.arm(0, 8, ScatterLaunch(stream=1, kernels=(), keeps=None, give_back=lambda: None, **places))

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import random
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,10 +125,17 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "open_copy_queue", lambda name, device, loop, crash: SignallingQueue(name, loop, crash))
 
 
+def refuse(functions: object, limit_s: float) -> None:
+    raise OSError("too many open files")
+
+
 @pytest.mark.usefixtures("faked")
-async def test_without_compiled_code_signals_are_stopped_and_prompts_arrive_by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", [None, SimpleNamespace(Watch=refuse)])
+async def test_without_the_compiled_thread_signals_are_stopped_and_prompts_arrive_by_messages(
+    module: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thread that needs the GIL to end the wait of a stream may never get it."""
-    monkeypatch.setattr(receive_loop, "IS_BUILT", False)
+    monkeypatch.setattr(signal_watch, "_signals", module)
     pair = Pair()
     async with asyncio.timeout(20), pair.pair:
         words = words_of(pair)

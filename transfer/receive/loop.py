@@ -28,7 +28,7 @@ from transfer.rank_context import RankContext
 from transfer.receive import events as protocol
 from transfer.receive.events import ReceiverSettings
 from transfer.receive.receiver import Receiver
-from transfer.receive.signal_watch import IS_BUILT, Gathered, Scattered, SignalWatch
+from transfer.receive.signal_watch import Gathered, Scattered, SignalWatch
 from transfer.receive.state import ReceiverPiece
 from transfer.ring import StagingAllocator, Watermark
 from transfer.tracing import Span, record_piece
@@ -229,8 +229,9 @@ class ReceiverLoop:
         if self._publish is None:
             raise LocalProtocolError("a session is opened before watch_sessions() was called")
         self._sessions[number] = session
-        if session.signal_reader is not None and not IS_BUILT:
-            session.signal_reader.stop()  # only compiled code ends the wait of a stream without the GIL
+        reader = session.signal_reader
+        if reader is not None and not self._watch.open(reader):
+            reader.stop()
         self._control.allow(number, control_key)
         opened = protocol.ReceiverSessionOpened(session=number, incarnation=incarnation, is_one_sided=session.is_one_sided)
         self._pump.feed(opened)
@@ -430,7 +431,7 @@ class ReceiverLoop:
         piece = action.piece
         self._to_prepare[piece.grant.begin] = piece
         session = self._sessions.get(piece.session)
-        if IS_BUILT and session is not None and session.signal_reader is not None:  # even if they are stopped
+        if self._watch.is_open and session is not None and session.signal_reader is not None:  # even if they are stopped
             self._awaited.setdefault(piece.request_id, {})[piece.grant.begin] = piece.session
             self._watch.begin(piece.session, session.signal_reader)
 

@@ -12,12 +12,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
+import structlog
+
 from transfer.copy.compiled_copy import is_current
 from transfer.copy.piece_copier import ScatterLaunch
 from transfer.transport.signals import SIGNAL_LIMIT_S, SignalReader
 
 if TYPE_CHECKING:
     from transfer.receive._signals import Watch
+
+log = structlog.get_logger(__name__)
 
 _signals: ModuleType | None
 try:
@@ -84,13 +88,26 @@ class SignalWatch:
         """Whether no scatter is armed or under way."""
         return not self._launches
 
-    def begin(self, session: int, reader: SignalReader) -> None:
-        """Watch a session until `end` was called as often as `begin`."""
-        if self._watch is None:
-            assert _signals is not None, "without the compiled code there are no signals"
-            self._watch = _signals.Watch(reader.words.functions, SIGNAL_LIMIT_S)
+    @property
+    def is_open(self) -> bool:
+        """Whether sessions can be watched."""
+        return self._watch is not None
+
+    def open(self, reader: SignalReader) -> bool:
+        """Start the thread before the first session with signals. Return False if there can be none."""
+        if self._watch is None and _signals is not None:
+            try:
+                self._watch = _signals.Watch(reader.words.functions, SIGNAL_LIMIT_S)
+            except OSError as error:  # of descriptors or threads
+                log.warning("signals_unavailable", reason=str(error))
+                return False
             _watches.add(self)
             self._loop.add_reader(self._watch.fileno(), self._on_report)
+        return self._watch is not None
+
+    def begin(self, session: int, reader: SignalReader) -> None:
+        """Watch a session until `end` was called as often as `begin`."""
+        assert self._watch is not None
         if session not in self._readers:
             self._readers[session] = reader
             words = reader.words
