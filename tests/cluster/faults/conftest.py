@@ -25,8 +25,9 @@ MAX_QUEUED = 16
 class FaultySpec(ClusterSpec):
     """Cluster whose ranks can lose, repeat and delay messages."""
 
-    def command(self, role: Role, *, port: int, prefill_addresses: Sequence[str], ready_file: Path) -> list[str]:
-        python, module, _, *rest = super().command(role, port=port, prefill_addresses=prefill_addresses, ready_file=ready_file)
+    def command(self, role: Role, index: int, *, port: int, prefill_addresses: Sequence[str], ready_file: Path) -> list[str]:
+        places = {"port": port, "prefill_addresses": prefill_addresses, "ready_file": ready_file}
+        python, module, _, *rest = super().command(role, index, **places)
         return [python, module, "tests.cluster.faults.faulty_node", role, *rest]
 
 

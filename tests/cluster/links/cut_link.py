@@ -23,7 +23,6 @@ from transfer.transport.ucx import UcxTransport
 
 RECEIVE_PIECE, RECEIVE_NUM = 3 << 20, 12
 ROUNDS = 4  # what the cut meets depends on the moment; a receive that has begun, about every other time
-PIPES = 3  # to the peer
 CLOSE_PIECE, CLOSE_NUM = 4 << 20, 8
 CLOSE_S = 25.0  # without `UcxSession._discard_arrived`, a `close()` did not end after 2 to 35 s, typically 12 s
 
@@ -76,11 +75,14 @@ def progress(session: Session, seconds: float) -> None:
 
 def receive(writer: str, device: str) -> None:
     link = Link(writer, device, RECEIVE_PIECE, RECEIVE_NUM)
-    idle, whole = 0, 0
+    peer = link.start_writer()
+    link.open(peer).close()
+    peer.process.kill()
+    peer.process.communicate()
+    idle, whole = len(os.listdir("/proc/self/fd")), 0  # with those that UCX opens once
     for _ in range(ROUNDS):
         link.array[:] = 0x44
         peer = link.start_writer()
-        idle = idle or len(os.listdir("/proc/self/fd")) - PIPES
         session = link.open(peer)
         peer.do("fill", seed=1)
         for key in range(link.num):
@@ -94,7 +96,7 @@ def receive(writer: str, device: str) -> None:
         peer.process.communicate()
         link.heal(())
         whole += bool((link.array[-4096:] != 0x44).any())
-    print(json.dumps({"idle": idle, "left": len(os.listdir("/proc/self/fd")), "whole": whole}))
+    print(json.dumps({"left": (len(os.listdir("/proc/self/fd")) - idle) / ROUNDS, "whole": whole}))
 
 
 def close(writer: str, device: str) -> None:

@@ -42,8 +42,8 @@ def test_sessions_can_be_closed_just_after_a_cut() -> None:
     assert float(run_between_two_hosts("close")) < 5
 
 
-def test_a_session_that_a_cut_stopped_in_mid_receive_leaves_no_descriptor() -> None:
-    """UCXX keeps such a receive, and it would keep the session's worker with all that it has open."""
+def test_a_session_that_a_cut_stopped_in_mid_receive_leaves_at_most_one_descriptor() -> None:
+    """UCXX keeps such a receive, and it would keep the session's worker, which has six. The one is UCXX's own for the worker."""
     found = json.loads(run_between_two_hosts("receive"))
     assert found["whole"] == 0, "the cut came too late"
-    assert found["left"] <= found["idle"] + 4, found  # UCX opens three of its own once; a worker that stays has four and more
+    assert found["left"] <= 1, found
