@@ -8,6 +8,7 @@ already. So the time in Python does not depend on the number of layers, pages or
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -33,13 +34,17 @@ def is_current(module: Any, source: Path) -> bool:
     return bool(built_from == hashlib.sha256(source.read_bytes()).hexdigest())
 
 
-_host_copy: ModuleType | None
-try:
-    from transfer.copy import _host_copy
-except ImportError:
-    _host_copy = None
-if _host_copy is not None and not is_current(_host_copy, Path(__file__).with_name("_host_copy.c")):
-    _host_copy = None
+def load_compiled(name: str) -> ModuleType | None:
+    """Import a compiled module. Return None if it was not built, or from another version of the source file beside it."""
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        return None
+    source = Path(str(module.__file__)).with_name(f"{name.rpartition('.')[2]}.c")
+    return module if is_current(module, source) else None
+
+
+_host_copy: Final = load_compiled("transfer.copy._host_copy")
 
 IS_BUILT: Final = _host_copy is not None
 """Whether this installation has the compiled code, of its own version."""

@@ -108,8 +108,7 @@ class Launcher:
 
     def launch_of(self, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> KernelLaunch | None:
         """Return the driver's arguments of a launch. None: the kernel is not compiled, or only Triton can launch it."""
-        parameters = self._parameters
-        if parameters is None or grid[2] != 1:
+        if IS_INTERPRETED or self._run is None or grid[2] != 1 or (parameters := self._parameters) is None:
             return None
         packed = bytearray(parameters[-1][0] + parameters[-1][1])
         for (offset, size), value in zip(parameters, arguments, strict=False):  # those behind the arguments are null
@@ -118,12 +117,10 @@ class Launcher:
 
     @cached_property
     def _parameters(self) -> tuple[tuple[int, int], ...] | None:
-        """Offset and size of each parameter of the compiled kernel. None means that only Triton can launch it.
+        """Offset and size of each parameter of the kernel, which is compiled. None means that only Triton can launch it.
 
         Behind the arguments, Triton adds pointers to scratch memory, which are null for a kernel that needs none.
         """
-        if IS_INTERPRETED or self._run is None:
-            return None
         metadata = self._compiled.metadata
         is_plain = metadata.num_ctas == 1 and not any(
             getattr(metadata, name, 0)

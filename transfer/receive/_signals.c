@@ -635,18 +635,15 @@ static PyObject *method_disarm(PyObject *self, PyObject *arguments) {
     if (!PyArg_ParseTuple(arguments, "K", &grant))
         return NULL;
     State *state = enter(self);
-    int was_armed = 0;
     for (Launch **place = &state->launches; *place != NULL; place = &(*place)->next) {
         Launch *launch = *place;
         if (launch->state != ARMED || launch->grant != grant)
             continue;
         *place = launch->next;
         free_launch(launch);
-        was_armed = 1;
         break;
     }
-    leave(state);
-    return PyBool_FromLong(was_armed);
+    return leave(state);
 }
 
 static int append(PyObject *list, PyObject *item) {

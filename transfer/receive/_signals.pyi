@@ -58,8 +58,8 @@ class Watch:
             kernels: Function, two dimensions of the grid, threads, bytes of shared memory, and parameters of each kernel.
         """
 
-    def disarm(self, grant: int, /) -> bool:
-        """Forget an armed scatter. Return False if it was queued, or is unknown."""
+    def disarm(self, grant: int, /) -> None:
+        """Forget an armed scatter. One that was queued is not affected."""
 
     def await_lone(self) -> None:
         """Wait for the end of a scatter that runs alone, and whose gather has ended, for at most 0.25 ms."""

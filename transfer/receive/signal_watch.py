@@ -8,13 +8,11 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import structlog
 
-from transfer.copy.compiled_copy import is_current
+from transfer.copy.compiled_copy import load_compiled
 from transfer.copy.piece_copier import ScatterLaunch
 from transfer.transport.signals import SIGNAL_LIMIT_S, SignalReader
 
@@ -23,17 +21,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_signals: ModuleType | None
-try:
-    from transfer.receive import _signals
-except ImportError:
-    _signals = None
-if _signals is not None and not is_current(_signals, Path(__file__).with_name("_signals.c")):
-    _signals = None
-
-IS_BUILT: Final = _signals is not None
-"""Whether this installation has the compiled code. Without it there are no signals, because a thread with Python may need too
-long to end the wait of a stream."""
+# Without the compiled code there are no signals, because a thread with Python may need too long to end the wait of a stream.
+_signals = load_compiled("transfer.receive._signals")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
