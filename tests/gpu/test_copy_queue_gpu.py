@@ -22,7 +22,7 @@ from transfer.pool.kv_pool import KVPool
 from transfer.receive.signal_watch import Gathered, Scattered, SignalWatch
 from transfer.transport.cuda_ipc_driver import process_cuda
 from transfer.transport.shared_memory import shared_memory
-from transfer.transport.signals import NUM_BYTES, SIGNAL_LIMIT_S, SignalReader, SignalWriter
+from transfer.transport.signals import NUM_BYTES, SIGNAL_LIMIT_S, GatherSignal, SignalReader, SignalWriter
 from transfer.transport.waiting_thread import WaitingThread
 
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=64, dtype=DType.BFLOAT16)
@@ -69,11 +69,19 @@ def _crash(error: BaseException) -> None:
     raise AssertionError(f"the queue crashed: {error!r}")
 
 
-async def gathered(side: Side, wire: Tensor, after: torch.cuda.Event | None) -> tuple[int, float]:
+async def gathered(
+    side: Side, wire: Tensor, after: torch.cuda.Event | None, signal: GatherSignal | None = None
+) -> tuple[int, float]:
     """Return the digest, and the seconds of the copy."""
     done: asyncio.Future[tuple[int, float, float]] = asyncio.get_running_loop().create_future()
     side.queue.gather(
-        side.piece(), wire, algorithm=DIGEST_WORDS, peer=1, after=after, on_done=lambda *result: done.set_result(result)
+        side.piece(),
+        wire,
+        algorithm=DIGEST_WORDS,
+        peer=1,
+        after=after,
+        on_done=lambda *result: done.set_result(result),
+        signal=signal,
     )
     found, begun_s, ended_s = await asyncio.wait_for(done, 30)
     return found, ended_s - begun_s
@@ -161,17 +169,9 @@ async def test_a_scatter_is_queued_while_its_gather_waits_for_the_engine() -> No
         torch.cuda._sleep(BUSY_CYCLES)  # noqa: SLF001
         computed = torch.cuda.Event()
         computed.record()
-        gather_done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         signal = writer.of(grant)
-        source.queue.gather(
-            source.piece(),
-            wire,
-            algorithm=DIGEST_WORDS,
-            peer=1,
-            after=computed,
-            on_done=lambda found, *_, done=gather_done: done.set_result(found),  # type: ignore[misc]
-            signal=signal,
-        )
+        gathering = asyncio.ensure_future(gathered(source, wire, computed, signal))
+        await asyncio.sleep(0)  # it is queued
         assert signal.is_sent and target.ends.empty()  # the engine is not done
         ended = await target.next()
         found = digest(wire.cpu().numpy(), DIGEST_WORDS)
@@ -181,7 +181,7 @@ async def test_a_scatter_is_queued_while_its_gather_waits_for_the_engine() -> No
             assert isinstance(ended, Scattered) and (ended.grant, ended.is_intact) == (grant, True) and ended.seconds < 0.1
             for mine, theirs in zip(source.tokens(), target.side.tokens(), strict=True):
                 assert torch.equal(mine, theirs)
-        assert await asyncio.wait_for(gather_done, 30) == found
+        assert (await gathering)[0] == found
     assert source.queue.close(5)
     target.close()
 
@@ -229,17 +229,8 @@ async def test_a_gather_without_a_step_to_wait_for_sends_no_signal() -> None:
     fired.record()
     fired.synchronize()
     for after in (None, fired):
-        signal, done = writer.of(8), asyncio.get_running_loop().create_future()
-        side.queue.gather(
-            side.piece(),
-            wire,
-            algorithm=DIGEST_WORDS,
-            peer=1,
-            after=after,
-            on_done=lambda found, *_, done=done: done.set_result(found),  # type: ignore[misc]
-            signal=signal,
-        )
-        assert await asyncio.wait_for(done, 30) == digest(wire.cpu().numpy(), DIGEST_WORDS)
+        signal = writer.of(8)
+        assert (await gathered(side, wire, after, signal))[0] == digest(wire.cpu().numpy(), DIGEST_WORDS)
         assert not signal.is_sent and not any(reader.words.words[:])
     assert side.queue.close(5)
 
