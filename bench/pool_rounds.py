@@ -23,6 +23,7 @@ from transfer.config import LogConfig
 from transfer.errors import TransportError
 from transfer.instance import Link
 from transfer.logs import configure_logging
+from transfer.loop_turns import run_measured
 
 DEADLINE_S = 60.0
 HOPS = {
@@ -159,7 +160,7 @@ def _prefill_process(pipe: Connection, device: str, setting: Setting, lane: str,
                     pipe.send([await asyncio.to_thread(end.digest, request_id, case) for request_id in request_ids])
         await end.close()
 
-    asyncio.run(run())
+    run_measured(run())
 
 
 def _set_up_process(role: str) -> None:
@@ -174,7 +175,7 @@ def _decode_process(pipe: Connection, device: str, setting: Setting, lane: str, 
     async def run() -> Played:
         return await _Decode(pipe, device, setting, lane).play(num_rounds)
 
-    return asyncio.run(run())
+    return run_measured(run())
 
 
 class _Decode:
