@@ -6,6 +6,8 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +72,7 @@ def _crash(error: BaseException) -> None:
 
 
 async def gathered(
-    side: Side, wire: Tensor, after: torch.cuda.Event | None, signal: GatherSignal | None = None
+    side: Side, wire: Any, after: torch.cuda.Event | None, signal: GatherSignal | None = None
 ) -> tuple[int, float]:
     """Return the digest, and the seconds of the copy."""
     done: asyncio.Future[tuple[int, float, float]] = asyncio.get_running_loop().create_future()
@@ -143,7 +145,7 @@ class Target:
         self.watch.close(is_idle=True)
 
     def _on_report(self) -> None:
-        with self.watch.gate():
+        with self.watch.gate:
             self.watch.take_queued()
             for ends in self.watch.take_ended():
                 for one in ends:
@@ -184,6 +186,30 @@ async def test_a_scatter_is_queued_while_its_gather_waits_for_the_engine() -> No
         assert (await gathering)[0] == found
     assert source.queue.close(5)
     target.close()
+
+
+async def test_the_link_is_woken_before_the_engine_is_done() -> None:
+    """NVLink that sleeps makes the first gather slower. The write goes into the gather's own bytes."""
+    source = Side.open("gather", Kernels.TRITON)
+    wires = [source.wire(), source.wire()]
+    device = torch.cuda.current_device()
+    rings = [SimpleNamespace(device_index=device, data_ptr=wire.data_ptr, numel=wire.numel) for wire in wires]
+    await gathered(source, wires[0], None)  # compiled
+    for wire in wires:
+        wire.fill_(1)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(BUSY_CYCLES)  # noqa: SLF001
+    computed = torch.cuda.Event()
+    computed.record()
+    gathering = [asyncio.ensure_future(gathered(source, ring, computed)) for ring in rings]
+    await asyncio.sleep(0)  # they are queued
+    with torch.cuda.stream(torch.cuda.Stream()):
+        while wires[0][0]:
+            await asyncio.sleep(0.001)
+        assert wires[1][0] and not computed.query(), "the second gather found the link awake"
+    for wire, one in zip(wires, gathering, strict=True):
+        assert (await one)[0] == digest(wire.cpu().numpy(), DIGEST_WORDS)
+    assert source.queue.close(5)
 
 
 async def test_a_signalled_scatter_of_other_bytes_is_not_intact() -> None:
