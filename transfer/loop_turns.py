@@ -13,7 +13,7 @@ import selectors
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import structlog
 
@@ -110,30 +110,62 @@ class LoopTurns:
         )
 
 
+class Poller(Protocol):
+    """Waits in place of a loop, and polls memory meanwhile: a thread that sleeps wakes up late, with cold caches."""
+
+    def wait(self, fd: int, timeout_s: float | None) -> bool:
+        """Wait until a file descriptor is readable, something was found, or the time is over; it can return earlier.
+
+        Return False at once if nothing is near.
+        """
+        ...
+
+    def handle(self) -> None:
+        """Handle what `wait` has found, if anything."""
+        ...
+
+
 class MeasuredLoop(asyncio.SelectorEventLoop):
     """A loop whose turns are measured.
 
     Args:
         turns: Counts the turns; None creates a new `LoopTurns`.
+
+    Attributes:
+        pollers: The first one that waits does so instead of the selector.
     """
 
     def __init__(self, turns: LoopTurns | None = None) -> None:
         self.turns = LoopTurns() if turns is None else turns
-        super().__init__(_MeasuredSelector(self.turns))
+        self.pollers: list[Poller] = []
+        super().__init__(_MeasuredSelector(self))
 
 
-class _MeasuredSelector(selectors.DefaultSelector):
+class _MeasuredSelector(selectors.EpollSelector):
     """Report the begin and end of turns: the time of a loop between calls of `select`."""
 
-    def __init__(self, turns: LoopTurns) -> None:
+    def __init__(self, loop: MeasuredLoop) -> None:
         super().__init__()
-        self._turns = turns
+        self._loop = loop
+        self._turns = loop.turns
+        self._pollers = loop.pollers
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._turns.end()
+        for poller in self._pollers if timeout != 0 else ():
+            if poller.wait(self.fileno(), timeout):
+                self._turns.begin()
+                self._handle(poller)
+                return super().select(0)
         ready = super().select(timeout)
         self._turns.begin()
         return ready
+
+    def _handle(self, poller: Poller) -> None:
+        try:
+            poller.handle()
+        except Exception as error:  # as in a callback of the loop
+            self._loop.call_exception_handler({"message": f"exception in {poller.handle}", "exception": error})
 
 
 def turns_of(loop: asyncio.AbstractEventLoop) -> LoopTurns:

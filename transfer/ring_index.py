@@ -205,12 +205,16 @@ class WaitingGrants(Generic[_S, _T]):
 
     def discard(self, grant: _S) -> None:
         """Remove a grant. No-op if it does not wait."""
+        if self._items.pop(grant.begin, None) is None:
+            return
         self._later.pop(grant.begin, None)
-        if self._items.pop(grant.begin, None) is not None and grant.begin in self._blockers:
+        if grant.begin in self._blockers:
             self._blocked.remove(self._blockers.pop(grant.begin), grant.begin)
 
     def wake(self, begin: int, end: int) -> None:
         """Positions [begin, end) are released."""
+        if not self._blockers:
+            return
         for name in self._blocked.take(begin, end):
             del self._blockers[name]
             self._look(self._items[name][0])

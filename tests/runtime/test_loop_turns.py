@@ -121,6 +121,41 @@ def test_a_loops_turn_is_the_time_between_two_calls_of_its_selector(clocks: Cloc
     assert turns.counts[TURN_BUCKETS_S.index(0.5)] == 1 and turns.counts[TURN_BUCKETS_S.index(0.025)] == 1
 
 
+class FaultyPoller:
+    """Waits if it is told to, and then finds something that cannot be handled."""
+
+    def __init__(self) -> None:
+        self.is_near = False
+        self.timeouts: list[float | None] = []
+
+    def wait(self, fd: int, timeout_s: float | None) -> bool:
+        self.timeouts.append(timeout_s)
+        return self.is_near
+
+    def handle(self) -> None:
+        self.is_near = False
+        raise ValueError("found")
+
+
+def test_a_poller_waits_in_place_of_the_selector_and_its_errors_are_those_of_a_callback() -> None:
+    poller, errors = FaultyPoller(), list[object]()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, MeasuredLoop)
+        loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
+        loop.pollers.append(poller)
+        await asyncio.sleep(0)
+        assert not poller.timeouts, "a loop with callbacks to run does not wait"
+        await asyncio.sleep(0.01)
+        assert poller.timeouts and all(one is not None and 0 < one <= 0.01 for one in poller.timeouts)
+        poller.is_near = True
+        await asyncio.sleep(0.01)
+
+    run_measured(main())
+    assert [str(error) for error in errors] == ["found"]
+
+
 def test_a_call_is_named_by_its_method(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_turns, "LONG_TURN_S", 0.0)
 

@@ -7,6 +7,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 
 from tests.transport.host_cuda import HostDriver, HostWords
 from transfer.copy.piece_copier import ScatterLaunch
+from transfer.loop_turns import run_measured
 from transfer.receive import signal_watch
 from transfer.receive.signal_watch import Gathered, Scattered, SignalWatch
 from transfer.transport.shared_memory import shared_memory
@@ -87,7 +89,7 @@ class Ends:
         return await asyncio.wait_for(self.gathered.get(), 20)
 
     def _on_report(self) -> None:
-        with self.watch.gate():
+        with self.watch.gate:
             self.watch.take_queued()
             scattered, gathered = self.watch.take_ended()
         for one in scattered:
@@ -169,12 +171,40 @@ async def test_an_armed_scatter_is_queued_while_its_gather_runs_and_runs_after_i
     patient.watch.close(is_idle=True)
 
 
+def test_a_measured_loop_looks_itself_while_it_waits_for_messages_and_timers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that sleeps wakes up late. The loop's thread queues most scatters, and nothing else waits for them."""
+    monkeypatch.setattr(signal_watch, "SIGNAL_LIMIT_S", 60.0)
+
+    async def main() -> list[int]:
+        ends, queued_by, loop = Ends(1), list[int](), asyncio.get_running_loop()
+        ends.driver.on_wait = lambda: queued_by.append(threading.get_ident())
+        ends.watch.begin(0, ends.readers[0])
+        for grant in range(1, 21):
+            ends.arm(grant, 5)
+            signal = ends.writers[0].of(grant)
+            ends.words[0][8 * grant] = grant  # the gather is queued behind its engine, so the loop looks from now on
+            asked: asyncio.Future[None] = loop.create_future()
+            asking = threading.Thread(target=loop.call_soon_threadsafe, args=(asked.set_result, None))
+            loop.call_later(0.004, asking.start)
+            await asyncio.wait_for(asked, 20)
+            asking.join()
+            signal.begin(0, ctypes.addressof(ends.totals[0]))
+            await ends.until_queued()
+            ends.end(signal, 5)
+            assert (await ends.next_scattered()).is_intact
+        ends.watch.close(is_idle=True)
+        return queued_by
+
+    queued_by = run_measured(main())
+    assert len(queued_by) == 20 and queued_by.count(threading.get_ident()) > 10
+
+
 async def test_inside_the_gate_no_scatter_is_queued_and_a_disarmed_one_never(patient: Ends) -> None:
     watch = patient.watch
     watch.begin(0, patient.readers[0])
     for grant in (8, 16):
         patient.arm(grant, 5)
-    with watch.gate():
+    with watch.gate:
         signals = [patient.begin(grant) for grant in (8, 16)]
         time.sleep(0.05)
         assert watch.take_queued() == [] and patient.driver.is_idle(_STREAM)
@@ -363,7 +393,7 @@ watch.arm(0, 8, ScatterLaunch(stream=1, kernels=(), keeps=None, give_back=lambda
 SignalWriter(HostWords(words)).of(8).begin(0, ctypes.addressof(total))
 is_queued = False
 while not is_queued:
-    with watch.gate():
+    with watch.gate:
         is_queued = bool(watch.take_queued())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

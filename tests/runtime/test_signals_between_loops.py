@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import random
 import time
+from collections.abc import Callable, Coroutine
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from transfer.copy.digest import HostDigest
 from transfer.copy.host_copy_queue import HostCopyQueue
 from transfer.copy.piece_copier import ScatterLaunch
 from transfer.errors import TransferAborted
+from transfer.loop_turns import run_measured
 from transfer.receive import loop as receive_loop
 from transfer.receive import signal_watch
 from transfer.receive.loop import ReceiverLoop
@@ -114,6 +117,16 @@ async def all_closed(words: list[HostWords]) -> None:
             await asyncio.sleep(_LOOK_S)
 
 
+def on_a_ranks_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on a loop that looks at signals while it waits."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        run_measured(test(*arguments, **named))
+
+    return run
+
+
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = HostCuda()
@@ -132,6 +145,7 @@ def refuse(functions: object, limit_s: float) -> None:
 
 @pytest.mark.usefixtures("faked")
 @pytest.mark.parametrize("module", [None, SimpleNamespace(Watch=refuse)])
+@on_a_ranks_loop
 async def test_without_the_compiled_thread_signals_are_stopped_and_prompts_arrive_by_messages(
     module: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +163,7 @@ async def test_without_the_compiled_thread_signals_are_stopped_and_prompts_arriv
 
 @needs_compiled
 @pytest.mark.usefixtures("faked")
+@on_a_ranks_loop
 async def test_grants_of_a_pause_use_signals_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their writer sends a message only if no release comes for a second."""
     monkeypatch.setattr(receive_loop, "SIGNAL_PAUSE_S", 2.0)
@@ -179,6 +194,7 @@ async def test_grants_of_a_pause_use_signals_after_it(monkeypatch: pytest.Monkey
 
 @needs_compiled
 @pytest.mark.usefixtures("faked")
+@on_a_ranks_loop
 async def test_a_session_that_ends_while_its_gathers_run_reports_no_slow_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its scatters under way end by the limit of their wait. The metric and the log line say that a device was slow."""
     monkeypatch.setattr(signal_watch, "SIGNAL_LIMIT_S", _SLOW_S / 3)
@@ -202,6 +218,7 @@ async def test_a_session_that_ends_while_its_gathers_run_reports_no_slow_device(
 
 @needs_compiled
 @pytest.mark.usefixtures("faked")
+@on_a_ranks_loop
 async def test_no_scatter_is_queued_once_the_stream_of_a_closed_session_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """`CopyQueue.forget` gives the stream back, and `CopyQueue.close` reports that all streams are done."""
     pair = Pair()
@@ -232,6 +249,7 @@ async def test_no_scatter_is_queued_once_the_stream_of_a_closed_session_is_given
 
 @needs_compiled
 @pytest.mark.usefixtures("faked")
+@on_a_ranks_loop
 async def test_a_scatter_that_cannot_be_queued_ends_the_rank() -> None:
     SignallingQueue.driver.status = 700
     crashes: list[BaseException] = []
@@ -257,6 +275,7 @@ async def test_a_scatter_that_cannot_be_queued_ends_the_rank() -> None:
 @pytest.mark.usefixtures("faked")
 @pytest.mark.parametrize("slow", [0.0, 0.1])
 @pytest.mark.parametrize("seed", range(2))
+@on_a_ranks_loop
 async def test_prompts_arrive_and_nothing_is_left(seed: int, slow: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts run one after the other and two at once. Some are cancelled during the transfer."""
     chance = SignallingQueue.chance = random.Random(seed)

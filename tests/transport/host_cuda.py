@@ -117,6 +117,8 @@ class HostDriver:
         """Returned by every launch from now on."""
         self.is_blocking = False
         """Whether a launch returns only when its stream is done, as the first launch of a kernel can."""
+        self.on_wait: Callable[[], None] = lambda: None
+        """Called by the thread that queues a wait."""
         word, size, handle = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
         number = ctypes.c_uint
         kinds: list[tuple[Any, ...]] = [
@@ -165,6 +167,7 @@ class HostDriver:
         return 0
 
     def _wait(self, stream: int, address: int, value: int, flags: int) -> int:
+        self.on_wait()
         # CUDA compares cyclically: the signed difference must be at least 0.
         return self.queue(stream, lambda: (ctypes.c_uint64.from_address(address).value - value) % 2**64 < 2**63)
 

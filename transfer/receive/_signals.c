@@ -1,8 +1,11 @@
-/* Signals of writers' streams, at the target: a thread that looks at their words, and queues the scatters behind them.
+/* Signals of writers' streams, at the target: looks at their words, and scatters that are queued behind them.
  *
- * The layout of the words is that of transfer/transport/signals.py. Only the methods need the GIL, which an engine can hold for
- * milliseconds. If the scatter of a gather was prepared (`arm`), the thread queues it when the gather begins, behind the word that reports
- * the end of the gather. It reports the end of the scatter by an eventfd. Without a prepared scatter, it reports the end of the gather.
+ * The layout of the words is that of transfer/transport/signals.py. A look needs no GIL, which an engine can hold for milliseconds.
+ * If the scatter of a gather was prepared (`arm`), a look queues it when the gather begins, behind the word that reports the end of the
+ * gather. A later look reports the end of the scatter by an eventfd. Without a prepared scatter, looks report the end of the gather.
+ *
+ * A thread looks regularly. While news are near, the owner's loop looks itself instead of sleeping (`poll`): its processor is awake and
+ * has its memory in its caches, so Python handles the news several times sooner.
  *
  * The gate is the lock of sessions, launches and reports. The owner's thread holds it while it decides about grants, so no scatter is
  * queued meanwhile.
@@ -14,6 +17,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <errno.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
@@ -31,7 +35,10 @@ enum { FREE, TAKEN, WAITS, CLOSED };                   /* states of an entry: WA
 enum { ARMED, RUNS, DONE };                            /* states of a launch */
 
 static const int64_t LEAST_PAUSE_NS = 10 * 1000, RUNNING_PAUSE_NS = 25 * 1000, NEAR_PAUSE_NS = 100 * 1000, FAR_PAUSE_NS = 2 * 1000 * 1000;
+static const int64_t SPARE_PAUSE_NS = 500 * 1000; /* of the thread while the owner's loop looks, too */
+enum { FEW = 4 };          /* gathers of a lone request: each delay of a look delays the request */
 enum { PAUSE_SHARE = 16 }; /* a pause is this part of the time without news */
+static const int64_t LONG_GATHER_NS = 50 * 1000; /* the owner needs 0.1 ms for the start of a scatter */
 static const int64_t MOST_SPIN_NS = 250 * 1000; /* a scatter of 400 MB on an H200, or some wake-ups of a thread */
 
 static int64_t now_ns(void) {
@@ -213,7 +220,7 @@ typedef struct Launch {
     struct Launch *next;
     Session *session; /* NULL once it is removed */
     uint64_t grant, number;
-    int state, is_reported; /* reported: that it runs */
+    int state, is_reported, is_taken; /* reported and taken: that it runs */
     void *stream;
     uint64_t sum;   /* address on the device */
     uint64_t *cell; /* the sum after the scatter, and the number of the launch once it has ended */
@@ -235,8 +242,9 @@ typedef struct {
     pthread_cond_t changed;
     pthread_t thread;
     pid_t pid;
-    int has_thread, is_closing, has_news, error, event_fd;
-    int64_t limit_ns;
+    int has_thread, is_closing, has_news, has_reports, error, event_fd;
+    int has_polled, is_polled, wants_poll; /* by the owner's loop: ever, now, as soon as the thread does not look */
+    int64_t limit_ns, news_ns;
     Driver driver;
     Session *sessions;
     Launch *launches;
@@ -259,6 +267,7 @@ static int is_watched(const Session *session) { return session->num_awaited > 0 
 
 static void report(State *state) {
     uint64_t one = 1;
+    state->has_reports = 1;
     if (write(state->event_fd, &one, sizeof one) < 0) {
         /* the counter is full, so the owner is woken already */
     }
@@ -313,12 +322,12 @@ static Launch *armed(State *state, const Session *session, uint64_t grant) {
     return NULL;
 }
 
-/* Whether one scatter runs, and no other piece is expected. The owner still counts a scatter that is not reported as expected. */
+/* Whether one scatter runs, and no other piece is expected. The owner still counts a scatter that it has not taken as expected. */
 static int is_lone(const State *state) {
     int num_running = 0, num_expected = 0;
     for (const Launch *launch = state->launches; launch != NULL; launch = launch->next) {
         num_running += launch->state == RUNS;
-        num_expected -= launch->state != ARMED && !launch->is_reported;
+        num_expected -= launch->state != ARMED && !launch->is_taken;
     }
     for (const Session *session = state->sessions; session != NULL; session = session->next)
         num_expected += session->num_awaited;
@@ -349,10 +358,10 @@ static int take_entries(State *state, Session *session) {
         }
         *status_of(session, number) = TAKEN;
         int error = queue_launch(state, launch, number);
-        if (error != 0)
+        if (error != 0) {
             state->error = error;
-        if (error != 0 || is_lone(state)) /* so that the owner handles the start before the scatter ends */
             report(state);
+        }
     }
     return has_news;
 }
@@ -383,9 +392,11 @@ static int end_launches(State *state) {
     for (Launch *launch = state->launches; launch != NULL; launch = launch->next) {
         if (launch->state != RUNS)
             continue;
-        if (launch->gathered_ns == 0 && load(launch->entry + ENDED) == launch->number) {
+        if (launch->gathered_ns == 0 && load(launch->entry + ENDED) == launch->number)
             launch->gathered_ns = now_ns();
-            has_news |= is_lone(state); /* so that the owner is awake when the scatter ends */
+        if (launch->gathered_ns == 0 && !launch->is_reported && now_ns() - launch->queued_ns > LONG_GATHER_NS) {
+            launch->is_reported = 1;
+            has_news |= is_lone(state); /* so that the owner handles the start meanwhile */
         }
         if (load(launch->cell + 1) != launch->number)
             continue;
@@ -403,6 +414,9 @@ static int end_launches(State *state) {
 /* Returns the longest pause before the next look; 0 if there is nothing to look at. */
 static int64_t most_pause_ns(const State *state) {
     int64_t most = 0;
+    int num_awaited = 0;
+    for (const Session *session = state->sessions; session != NULL; session = session->next)
+        num_awaited += session->num_awaited;
     for (const Launch *launch = state->launches; launch != NULL; launch = launch->next)
         if (launch->state == RUNS)
             return RUNNING_PAUSE_NS;
@@ -413,36 +427,51 @@ static int64_t most_pause_ns(const State *state) {
             continue;
         /* The next gather is queued, so it waits at most for a step of the engine. A grant can wait far longer. */
         if (load(entry_of(session, session->num_taken + 1) + QUEUED) == session->num_taken + 1)
-            return NEAR_PAUSE_NS;
+            return num_awaited <= FEW ? RUNNING_PAUSE_NS : NEAR_PAUSE_NS;
         most = FAR_PAUSE_NS;
     }
     return most;
 }
 
-static void *look(void *argument) {
+static int is_near(int64_t most_pause) { return most_pause != 0 && most_pause < FAR_PAUSE_NS; }
+
+/* Look at all words. The caller holds the gate. Returns the pause before the next look, and its maximum in `most_ns`: 0 if there is nothing
+ * to look at. */
+static int64_t look(State *state, int64_t *most_ns) {
+    int has_reports = 0, has_news = state->has_news;
+    state->has_news = 0;
+    for (Session *session = state->sessions; session != NULL; session = session->next) {
+        has_news |= take_entries(state, session);
+        has_reports |= end_gathers(state, session);
+    }
+    has_reports |= end_launches(state);
+    if (has_reports)
+        report(state);
+    int64_t most = most_pause_ns(state), now = now_ns();
+    if (has_news || has_reports)
+        state->news_ns = now;
+    *most_ns = most;
+    int64_t pause = (now - state->news_ns) / PAUSE_SHARE;
+    return pause > most ? most : pause < LEAST_PAUSE_NS ? LEAST_PAUSE_NS : pause;
+}
+
+static void *keep_looking(void *argument) {
     State *state = argument;
     prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0); /* of this thread: the default is 50 us */
     pthread_mutex_lock(&state->gate);
-    int64_t news_ns = now_ns();
+    state->news_ns = now_ns();
+    int64_t most = 0;
     while (!state->is_closing) {
-        int has_reports = 0, has_news = state->has_news;
-        state->has_news = 0;
-        for (Session *session = state->sessions; session != NULL; session = session->next) {
-            has_news |= take_entries(state, session);
-            has_reports |= end_gathers(state, session);
-        }
-        has_reports |= end_launches(state);
-        if (has_reports)
-            report(state);
-        int64_t most = most_pause_ns(state), now = now_ns();
-        if (has_news || has_reports)
-            news_ns = now;
+        int was_near = is_near(most);
+        int64_t pause = look(state, &most);
         if (most == 0) {
             pthread_cond_wait(&state->changed, &state->gate);
             continue;
         }
-        int64_t pause = (now - news_ns) / PAUSE_SHARE;
-        pause = pause < LEAST_PAUSE_NS ? LEAST_PAUSE_NS : pause > most ? most : pause;
+        if (state->is_polled)
+            pause = SPARE_PAUSE_NS;
+        else if (is_near(most) && state->has_polled && (!was_near || __atomic_exchange_n(&state->wants_poll, 0, __ATOMIC_RELAXED)))
+            report(state); /* so that the loop polls */
         pthread_mutex_unlock(&state->gate);
         nanosleep(&(struct timespec){.tv_sec = 0, .tv_nsec = pause}, NULL);
         pthread_mutex_lock(&state->gate);
@@ -491,7 +520,7 @@ static PyObject *method_enter(PyObject *self, PyObject *Py_UNUSED(unused)) {
     Py_RETURN_NONE;
 }
 
-static PyObject *method_leave(PyObject *self, PyObject *Py_UNUSED(unused)) { return leave(((Watch *)self)->state); }
+static PyObject *method_exit(PyObject *self, PyObject *Py_UNUSED(arguments)) { return leave(((Watch *)self)->state); }
 
 static PyObject *method_add(PyObject *self, PyObject *arguments) {
     unsigned long long number, words, device_words, context;
@@ -571,19 +600,6 @@ static PyObject *method_resume(PyObject *self, PyObject *arguments) {
     return leave(state);
 }
 
-static PyObject *method_close_entry(PyObject *self, PyObject *arguments) {
-    unsigned long long session_number, number;
-    if (!PyArg_ParseTuple(arguments, "KK", &session_number, &number))
-        return NULL;
-    State *state = enter(self);
-    Session *session = session_of(state, session_number);
-    if (session != NULL) {
-        close_entry(session, number);
-        pthread_cond_signal(&state->changed); /* all entries can have been in use */
-    }
-    return leave(state);
-}
-
 static PyObject *method_arm(PyObject *self, PyObject *arguments) {
     unsigned long long session_number, grant, stream, sum, cell;
     PyObject *kernels;
@@ -652,32 +668,71 @@ static int append(PyObject *list, PyObject *item) {
     return error;
 }
 
-static PyObject *method_await_lone(PyObject *self, PyObject *Py_UNUSED(unused)) {
-    State *state = ((Watch *)self)->state;
-    Py_BEGIN_ALLOW_THREADS
-    for (int64_t begun = now_ns(); now_ns() - begun < MOST_SPIN_NS;) {
-        int is_near_end = 0;
-        pthread_mutex_lock(&state->gate);
-        if (is_lone(state)) {
-            end_launches(state);
-            for (Launch *launch = state->launches; launch != NULL; launch = launch->next)
-                is_near_end |= launch->state == RUNS && launch->gathered_ns != 0;
-        }
-        pthread_mutex_unlock(&state->gate);
-        if (!is_near_end)
+/* Whether a scatter is about to end, and nothing else is expected. */
+static int is_near_end(const State *state, int64_t now) {
+    if (!is_lone(state))
+        return 0;
+    for (const Launch *launch = state->launches; launch != NULL; launch = launch->next)
+        if (launch->state == RUNS && launch->gathered_ns != 0 && now - launch->gathered_ns < MOST_SPIN_NS)
+            return 1;
+    return 0;
+}
+
+/* Look while news are near, until the descriptor is readable or the time is over. */
+static void poll_until(State *state, int fd, int64_t ends_ns) {
+    struct pollfd events = {.fd = fd, .events = POLLIN};
+    prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0); /* of this thread: the default is 50 us */
+    int is_ready = 0;
+    pthread_mutex_lock(&state->gate);
+    state->is_polled = 1;
+    while (!is_ready && !state->is_closing) {
+        int64_t most, pause = look(state, &most), now = now_ns();
+        if (!is_near(most) || now >= ends_ns)
             break;
+        if (is_near_end(state, now))
+            pause = 0;
+        else if (pause > ends_ns - now)
+            pause = ends_ns - now;
+        pthread_mutex_unlock(&state->gate);
+        is_ready = ppoll(&events, 1, &(struct timespec){.tv_sec = 0, .tv_nsec = pause}, NULL) != 0;
+        pthread_mutex_lock(&state->gate);
     }
+    state->is_polled = 0;
+    pthread_mutex_unlock(&state->gate);
+}
+
+static PyObject *method_poll(PyObject *self, PyObject *arguments) {
+    int fd;
+    PyObject *timeout;
+    if (!PyArg_ParseTuple(arguments, "iO", &fd, &timeout))
+        return NULL;
+    double timeout_s = timeout == Py_None ? 1.0 : PyFloat_AsDouble(timeout);
+    if (PyErr_Occurred())
+        return NULL;
+    State *state = ((Watch *)self)->state;
+    if (pthread_mutex_trylock(&state->gate) != 0) { /* the thread looks, perhaps for as long as a stream waits */
+        __atomic_store_n(&state->wants_poll, 1, __ATOMIC_RELAXED);
+        Py_RETURN_FALSE;
+    }
+    state->has_polled = 1;
+    int64_t most = most_pause_ns(state);
+    pthread_mutex_unlock(&state->gate);
+    if (!is_near(most) || timeout_s <= 0)
+        Py_RETURN_FALSE;
+    int64_t ends_ns = now_ns() + (int64_t)((timeout_s < 1.0 ? timeout_s : 1.0) * 1e9);
+    Py_BEGIN_ALLOW_THREADS
+    poll_until(state, fd, ends_ns);
     Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    Py_RETURN_TRUE;
 }
 
 static PyObject *method_take_queued(PyObject *self, PyObject *Py_UNUSED(unused)) {
     PyObject *queued = PyList_New(0);
     State *state = enter(self);
     for (Launch *launch = state->launches; queued != NULL && launch != NULL; launch = launch->next) {
-        if (launch->state == ARMED || launch->is_reported)
+        if (launch->state == ARMED || launch->is_taken)
             continue;
-        launch->is_reported = 1;
+        launch->is_taken = 1;
         if (append(queued, PyLong_FromUnsignedLongLong(launch->grant)))
             Py_CLEAR(queued);
     }
@@ -692,6 +747,7 @@ static PyObject *method_take_ended(PyObject *self, PyObject *Py_UNUSED(unused)) 
     State *state = enter(self);
     if (scattered == NULL || gathered == NULL)
         goto end;
+    state->has_reports = 0;
     if (read(state->event_fd, &count, sizeof count) < 0) {
         /* nothing was reported since the last call */
     }
@@ -704,14 +760,16 @@ static PyObject *method_take_ended(PyObject *self, PyObject *Py_UNUSED(unused)) 
     }
     for (Launch **place = &state->launches; *place != NULL;) {
         Launch *launch = *place;
-        if (launch->state != DONE || !launch->is_reported) {
+        if (launch->state != DONE || !launch->is_taken) {
             place = &launch->next;
             continue;
         }
         int64_t begun_ns = launch->gathered_ns > launch->queued_ns ? launch->gathered_ns : launch->queued_ns;
         PyObject *is_intact = launch->is_given_up ? Py_NewRef(Py_None) : PyBool_FromLong(launch->found == launch->announced);
-        int error = append(scattered, Py_BuildValue("(KKNd)", (unsigned long long)launch->grant, (unsigned long long)launch->number,
-                                                    is_intact, (double)(launch->ended_ns - begun_ns) * 1e-9));
+        int error = append(scattered, Py_BuildValue("(KNd)", (unsigned long long)launch->grant, is_intact,
+                                                    (double)(launch->ended_ns - begun_ns) * 1e-9));
+        if (launch->session != NULL)
+            close_entry(launch->session, launch->number);
         *place = launch->next;
         free_launch(launch);
         if (error)
@@ -719,8 +777,11 @@ static PyObject *method_take_ended(PyObject *self, PyObject *Py_UNUSED(unused)) 
     }
     while (state->gathered != NULL) {
         Gathered *first = state->gathered;
-        int error = append(gathered, Py_BuildValue("(KKKK)", (unsigned long long)first->session, (unsigned long long)first->grant,
-                                                   (unsigned long long)first->number, (unsigned long long)first->digest));
+        int error = append(gathered, Py_BuildValue("(KKK)", (unsigned long long)first->session, (unsigned long long)first->grant,
+                                                   (unsigned long long)first->digest));
+        Session *session = session_of(state, first->session);
+        if (session != NULL)
+            close_entry(session, first->number);
         state->gathered = first->next;
         if (state->gathered == NULL)
             state->last_gathered = &state->gathered;
@@ -729,6 +790,8 @@ static PyObject *method_take_ended(PyObject *self, PyObject *Py_UNUSED(unused)) 
             goto end;
     }
     found = Py_BuildValue("(OO)", scattered, gathered);
+    if (found != NULL && PyList_Size(scattered) + PyList_Size(gathered) > 0)
+        pthread_cond_signal(&state->changed); /* all entries can have been in use */
 end:
     leave(state);
     Py_XDECREF(scattered);
@@ -770,6 +833,13 @@ static PyObject *method_close(PyObject *self, PyObject *Py_UNUSED(unused)) {
     Py_RETURN_NONE;
 }
 
+static PyObject *method_has_reports(PyObject *self, PyObject *Py_UNUSED(unused)) {
+    State *state = enter(self);
+    int has_reports = state->has_reports;
+    leave(state);
+    return PyBool_FromLong(has_reports);
+}
+
 static PyObject *method_fileno(PyObject *self, PyObject *Py_UNUSED(unused)) { return PyLong_FromLong(((Watch *)self)->state->event_fd); }
 
 static PyObject *watch_new(PyTypeObject *type, PyObject *arguments, PyObject *Py_UNUSED(keywords)) {
@@ -792,7 +862,7 @@ static PyObject *watch_new(PyTypeObject *type, PyObject *arguments, PyObject *Py
     _Static_assert(sizeof state->driver == sizeof functions, "the functions are pointers, in this order");
     memcpy(&state->driver, functions, sizeof functions);
     state->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    int error = state->event_fd < 0 ? errno : start_thread(&state->thread, look, state);
+    int error = state->event_fd < 0 ? errno : start_thread(&state->thread, keep_looking, state);
     if (error != 0) {
         if (state->event_fd >= 0)
             close(state->event_fd);
@@ -836,16 +906,16 @@ static void watch_dealloc(PyObject *self) {
 
 /* Arguments and results are in _signals.pyi. */
 static PyMethodDef watch_methods[] = {
+    {"__enter__", method_enter, METH_NOARGS, NULL},
+    {"__exit__", method_exit, METH_VARARGS, NULL},
     {"add", method_add, METH_VARARGS, NULL},
     {"arm", method_arm, METH_VARARGS, NULL},
-    {"await_lone", method_await_lone, METH_NOARGS, NULL},
     {"close", method_close, METH_NOARGS, NULL},
-    {"close_entry", method_close_entry, METH_VARARGS, NULL},
     {"disarm", method_disarm, METH_VARARGS, NULL},
-    {"enter", method_enter, METH_NOARGS, NULL},
     {"expect", method_expect, METH_VARARGS, NULL},
     {"fileno", method_fileno, METH_NOARGS, NULL},
-    {"leave", method_leave, METH_NOARGS, NULL},
+    {"has_reports", method_has_reports, METH_NOARGS, NULL},
+    {"poll", method_poll, METH_VARARGS, NULL},
     {"remove", method_remove, METH_VARARGS, NULL},
     {"resume", method_resume, METH_VARARGS, NULL},
     {"stop", method_stop, METH_VARARGS, NULL},

@@ -2,9 +2,9 @@ def source_hash() -> str:
     """Return the SHA-256 of the source file, in hexadecimal digits."""
 
 class Watch:
-    """A thread without Python that looks at the signals of sessions. Addresses and handles are used unchecked.
+    """A thread without Python that looks at the signals of sessions, and `poll`. Addresses and handles are used unchecked.
 
-    One thread calls the methods. Between `enter` and `leave`, no scatter is queued and no report is made.
+    One thread calls the methods. Inside `with`, no scatter is queued and no report is made.
 
     Args:
         functions: Addresses of cuCtxSetCurrent, cuStreamWaitValue64, cuLaunchKernel, cuMemcpyDtoHAsync and cuStreamWriteValue64.
@@ -16,10 +16,13 @@ class Watch:
 
     def __new__(cls, functions: tuple[int, ...], limit_s: float, /) -> Watch: ...
     def fileno(self) -> int:
-        """Return an eventfd. It is readable when `take_ended` has reports, or will have some soon."""
+        """Return an eventfd. It is readable when `take_queued` or `take_ended` has reports, or will have some soon."""
 
-    def enter(self) -> None: ...
-    def leave(self) -> None: ...
+    def has_reports(self) -> bool:
+        """Return whether the eventfd is readable."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
     def add(self, session: int, words: int, device_words: int, context: int, /) -> None:
         """Add a session. Its words must stay mapped until `remove`, and until its scatters have ended."""
 
@@ -34,9 +37,6 @@ class Watch:
 
     def resume(self, session: int, /) -> None:
         """Accept signals again, unless the writer has skipped an entry."""
-
-    def close_entry(self, session: int, number: int, /) -> None:
-        """Let the writer reuse an entry. Entries can be closed in any order."""
 
     def arm(
         self,
@@ -61,18 +61,20 @@ class Watch:
     def disarm(self, grant: int, /) -> None:
         """Forget an armed scatter. One that was queued is not affected."""
 
-    def await_lone(self) -> None:
-        """Wait for the end of a scatter that runs alone, and whose gather has ended, for at most 0.25 ms."""
+    def poll(self, fd: int, timeout_s: float | None, /) -> bool:
+        """Look at the words until a file descriptor is readable, no gather or scatter is near its end, or the time is over.
+
+        Return False at once if none is near. An eventfd of the watch makes an epoll descriptor with it readable.
+        """
 
     def take_queued(self) -> list[int]:
         """Return the grants whose scatters were queued since the last call."""
 
-    def take_ended(self) -> tuple[list[tuple[int, int, bool | None, float]], list[tuple[int, int, int, int]]]:
-        """Return the ends since the last call.
+    def take_ended(self) -> tuple[list[tuple[int, bool | None, float]], list[tuple[int, int, int]]]:
+        """Return the ends since the last call. Their writers can reuse the entries.
 
-        First, the scatters that `take_queued` has returned: grant, number of the entry, whether the digests are equal (None if
-        the gather was given up), and seconds. Second, the gathers that have ended without a scatter: session, grant, number of
-        the entry, and digest.
+        First, the scatters that `take_queued` has returned: grant, whether the digests are equal (None if the gather was given
+        up), and seconds. Second, the gathers that have ended without a scatter: session, grant, and digest.
 
         Raises:
             RuntimeError: A scatter could not be queued.

@@ -318,7 +318,7 @@ class ReceiverLoop:
         if not self._watch.num_armed:
             return self._receiver.handle(event, now_s)
         actions: list[protocol.Action] = []
-        with self._watch.gate():
+        with self._watch.gate:
             for session, grant in self._watch.take_queued():
                 actions += self._receiver.handle(protocol.GatherSignalled(session=session, begin=grant, digest=None), now_s)
             actions += self._receiver.handle(event, now_s)
@@ -327,9 +327,8 @@ class ReceiverLoop:
 
     def _on_reports(self) -> None:
         """Handle the scatters and gathers that have ended since the last call."""
-        self._watch.await_lone()
         scattered, gathered = list[Scattered](), list[Gathered]()
-        with self._watch.gate():
+        with self._watch.gate:
             queued = self._watch.take_queued()
             try:
                 scattered, gathered = self._watch.take_ended()
@@ -490,7 +489,13 @@ class ReceiverLoop:
         grant, request_id, session = piece.grant, piece.request_id, piece.session
         if self._spans and (span := self._spans.get(request_id)) is not None:
             record_piece(span, piece, "kvferry.scatter", seconds, bytes=piece.num_bytes)
-        if is_intact:
+        if is_intact is None and session in self._sessions:  # if it is closed, the device may be fast enough
+            if self._watch.stop(session):
+                self._loop.call_later(SIGNAL_PAUSE_S, self._watch.resume, session)
+            self._metrics.counter("signals_given_up").inc()
+            log.warning("signal_given_up", request_id=request_id, session=session, limit_s=SIGNAL_LIMIT_S)
+        self._pump.feed(protocol.ScatterFinished(grant=grant, is_intact=is_intact))
+        if is_intact:  # after the request's end, which should not wait for it
             self._metrics.scatter_finished(seconds, piece.num_bytes)
             if is_debug():
                 log.debug(
@@ -501,9 +506,3 @@ class ReceiverLoop:
                     bytes=piece.num_bytes,
                     seconds=seconds,
                 )
-        elif is_intact is None and session in self._sessions:  # if it is closed, the device may be fast enough
-            if self._watch.stop(session):
-                self._loop.call_later(SIGNAL_PAUSE_S, self._watch.resume, session)
-            self._metrics.counter("signals_given_up").inc()
-            log.warning("signal_given_up", request_id=request_id, session=session, limit_s=SIGNAL_LIMIT_S)
-        self._pump.feed(protocol.ScatterFinished(grant=grant, is_intact=is_intact))

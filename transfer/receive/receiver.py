@@ -163,6 +163,10 @@ class Receiver:
         self._now_s = now_s
         self._waiting.begin_turn()
         match event:
+            case ScatterFinished():  # first: a request waits for it
+                self._on_scatter_finished(event)
+            case GatherSignalled():
+                self._on_gather_signalled(event)
             case ReceiverSessionOpened():
                 if event.session in self._sessions or event.session in self._lost:
                     raise LocalProtocolError(f"session {event.session:#x} opened twice")
@@ -195,10 +199,6 @@ class Receiver:
                 self._on_receive_settled(event)
             case ReceiveFailed():
                 self._on_receive_failed(event)
-            case GatherSignalled():
-                self._on_gather_signalled(event)
-            case ScatterFinished():
-                self._on_scatter_finished(event)
             case Tick():
                 self._on_tick()
             case _:

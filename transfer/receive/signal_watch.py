@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
 from transfer.copy.compiled_copy import load_compiled
 from transfer.copy.piece_copier import ScatterLaunch
+from transfer.loop_turns import MeasuredLoop
 from transfer.transport.signals import SIGNAL_LIMIT_S, SignalReader
 
 if TYPE_CHECKING:
@@ -25,11 +25,10 @@ log = structlog.get_logger(__name__)
 _signals = load_compiled("transfer.receive._signals")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scattered:
+class Scattered(NamedTuple):
     """The end of a scatter that was queued behind its gather.
 
-    Args:
+    Attributes:
         is_intact: Whether the bytes have the digest of the gather. None means that the gather did not end in time.
         seconds: Time since the end of the gather, or since the scatter was queued if that is later.
     """
@@ -39,8 +38,7 @@ class Scattered:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gathered:
+class Gathered(NamedTuple):
     """The end of a gather whose scatter was not armed."""
 
     session: int
@@ -51,8 +49,8 @@ class Gathered:
 class SignalWatch:
     """Look at the signals of sessions while granted pieces are expected. A grant is identified by its first position.
 
-    A scatter that is armed is queued by a thread without Python when its gather begins. So it can be queued at any moment except
-    inside `gate`.
+    A scatter that is armed is queued when its gather begins: by a thread without Python, or by a `MeasuredLoop` that waits for
+    events. So it can be queued at any moment except inside `gate`.
 
     Args:
         on_report: Called on the loop when `take_ended` has reports, and when it will have some soon.
@@ -65,7 +63,7 @@ class SignalWatch:
         self._readers: dict[int, SignalReader] = {}
         self._armed: dict[int, int] = {}  # grant -> session
         # Of armed and queued scatters. The words stay mapped until no stream waits for them.
-        self._launches: dict[int, tuple[ScatterLaunch, int, SignalReader]] = {}
+        self._launches: dict[int, tuple[ScatterLaunch, SignalReader]] = {}
 
     @property
     def num_armed(self) -> int:
@@ -92,7 +90,20 @@ class SignalWatch:
                 return False
             _watches.add(self)
             self._loop.add_reader(self._watch.fileno(), self._on_report)
+            if isinstance(self._loop, MeasuredLoop):
+                self._loop.pollers.append(self)
         return self._watch is not None
+
+    def wait(self, fd: int, timeout_s: float | None) -> bool:
+        """Look at the signals in place of the thread, see `transfer.loop_turns.Poller`."""
+        assert self._watch is not None
+        return self._watch.poll(fd, timeout_s)
+
+    def handle(self) -> None:
+        """Call `on_report` at once if there are reports."""
+        assert self._watch is not None
+        if self._watch.has_reports():
+            self._on_report()
 
     def begin(self, session: int, reader: SignalReader) -> None:
         """Watch a session until `end` was called as often as `begin`."""
@@ -119,24 +130,15 @@ class SignalWatch:
         assert self._watch is not None
         if self._watch.arm(session, grant, launch.stream, launch.sum_address, launch.cell_address, launch.kernels):
             self._armed[grant] = session
-            self._launches[grant] = (launch, session, self._readers[session])
+            self._launches[grant] = (launch, self._readers[session])
         else:
             launch.give_back()
 
-    @contextlib.contextmanager
-    def gate(self) -> Iterator[None]:
-        """Block the thread meanwhile: it queues no scatter and reports no end."""
+    @property
+    def gate(self) -> AbstractContextManager[None]:
+        """Blocks the thread inside `with`: it queues no scatter and reports no end."""
         assert self._watch is not None
-        self._watch.enter()
-        try:
-            yield
-        finally:
-            self._watch.leave()
-
-    def await_lone(self) -> None:
-        """Wait for the end of a lone scatter that is about to end, without the GIL. A wake-up after a sleep would take longer."""
-        assert self._watch is not None
-        self._watch.await_lone()
+        return self._watch
 
     def take_queued(self) -> list[tuple[int, int]]:
         """Return the session and grant of each scatter that was queued since the last call."""
@@ -156,22 +158,14 @@ class SignalWatch:
     def take_ended(self) -> tuple[list[Scattered], list[Gathered]]:
         """Return the ends since the last call: of scatters that `take_queued` has returned, and of gathers without a scatter.
 
-        The signals are closed, so their writers can reuse the entries.
-
         Raises:
             RuntimeError: A scatter could not be queued.
         """
         assert self._watch is not None
         scattered, gathered = self._watch.take_ended()
-        ended = []
-        for grant, number, is_intact, seconds in scattered:
-            launch, session, _ = self._launches.pop(grant)
-            launch.give_back()
-            self._watch.close_entry(session, number)
-            ended.append(Scattered(grant=grant, is_intact=is_intact, seconds=seconds))
-        for session, _, number, _ in gathered:
-            self._watch.close_entry(session, number)
-        return ended, [Gathered(session=session, grant=grant, digest=digest) for session, grant, _, digest in gathered]
+        for grant, _, _ in scattered:
+            self._launches.pop(grant)[0].give_back()
+        return [Scattered(*one) for one in scattered], [Gathered(*one) for one in gathered]
 
     def stop(self, session: int) -> bool:
         """Ignore the signals of a session. Return whether they were accepted before."""
@@ -191,6 +185,8 @@ class SignalWatch:
         if self._watch is None:
             return
         self._loop.remove_reader(self._watch.fileno())
+        if isinstance(self._loop, MeasuredLoop):
+            self._loop.pollers.remove(self)
         self.end_thread()
         if not is_idle:
             _kept.append(self._launches)
