@@ -400,6 +400,34 @@ while not is_queued:
     assert done.returncode == 0, (done.returncode, done.stderr)
 
 
+def test_a_loop_does_not_poll_at_the_end_of_the_process() -> None:
+    """The loop's thread is a daemon in an engine, so it still runs when the words are unmapped."""
+    code = """
+import atexit, ctypes, mmap, threading, time
+words = mmap.mmap(-1, 8192)
+address = ctypes.addressof(ctypes.c_char.from_buffer(words))
+def end():
+    ctypes.CDLL(None).munmap(ctypes.c_void_p(address), 8192)
+    loop.call_soon_threadsafe(lambda: None)
+    time.sleep(0.5)
+atexit.register(end)  # runs after what is registered later
+from tests.transport.host_cuda import HostWords
+from transfer.loop_turns import MeasuredLoop
+from transfer.receive.signal_watch import SignalWatch
+from transfer.transport.signals import SignalReader
+target = HostWords(words)
+loop = MeasuredLoop()
+watch = SignalWatch(loop, lambda: None)
+watch.open(SignalReader(target))
+watch.begin(0, SignalReader(target))
+target.words[8] = 1  # a gather is queued, so the loop polls
+threading.Thread(target=loop.run_forever, daemon=True).start()
+time.sleep(0.1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+
+
 def test_the_end_of_the_process_can_end_a_watch_that_its_loop_uses() -> None:
     """The loop's thread is a daemon in an engine, so it still runs."""
     code = """

@@ -799,8 +799,16 @@ end:
     return found;
 }
 
+static void free_sessions(State *state) {
+    while (state->sessions != NULL) {
+        Session *session = state->sessions;
+        state->sessions = session->next;
+        free(session);
+    }
+}
+
 /* End the thread, and the waits of launches under way, which have no limit from then on. At the end of the process, the owner's thread can
- * use the watch meanwhile. */
+ * use the watch meanwhile and afterwards, when the words are unmapped: so the sessions are forgotten. */
 static void close_state(State *state) {
     if (state->pid != getpid()) /* a forked child has no such thread */
         return;
@@ -822,6 +830,7 @@ static void close_state(State *state) {
         }
         free_launch(launch);
     }
+    free_sessions(state);
     pthread_mutex_unlock(&state->gate);
 }
 
@@ -893,11 +902,7 @@ static void watch_dealloc(PyObject *self) {
         state->gathered = first->next;
         free(first);
     }
-    while (state->sessions != NULL) {
-        Session *session = state->sessions;
-        state->sessions = session->next;
-        free(session);
-    }
+    free_sessions(state);
     close(state->event_fd);
     free(state);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
