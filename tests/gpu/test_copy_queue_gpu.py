@@ -18,6 +18,7 @@ from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.copy import Kernels
 from transfer.copy.copy_queue import CopyQueue, open_copy_queue
 from transfer.copy.digest import DIGEST_WORDS, digest
+from transfer.copy.head_slice import TritonCopier, Tuning
 from transfer.copy.piece_copier import PieceCopier, PieceCopy
 from transfer.layout import DType, KVLayout, Shard, routes
 from transfer.pool.kv_pool import KVPool
@@ -120,6 +121,10 @@ def signal_ends() -> tuple[SignalWriter, SignalReader]:
     return SignalWriter(words), SignalReader(words)
 
 
+def writer_words(writer: SignalWriter) -> memoryview:
+    return writer._words.words  # noqa: SLF001
+
+
 class Target:
     """A queue of scatters, and the watch of one session, which is its peer 1."""
 
@@ -152,11 +157,16 @@ class Target:
                     self.ends.put_nowait(one)
 
 
-async def test_a_scatter_is_queued_while_its_gather_waits_for_the_engine() -> None:
-    """It reads nothing before the gather has ended, and has the digest of the gather's stream.
+@pytest.mark.parametrize("has_halves", [False, True])
+async def test_a_scatter_is_queued_while_its_gather_waits_for_the_engine(
+    has_halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads nothing before the gather, or that half of it, has ended. It has the digest of the gather's stream.
 
     Without an armed scatter, the end of the gather is reported.
     """
+    if has_halves:
+        monkeypatch.setitem(TritonCopier.__init__.__kwdefaults__ or {}, "tuning", Tuning(halved_bytes=0))
     writer, reader = signal_ends()
     source, target = Side.open("gather", Kernels.TRITON), Target(reader)
     wire = source.wire()
@@ -177,6 +187,7 @@ async def test_a_scatter_is_queued_while_its_gather_waits_for_the_engine() -> No
         assert signal.is_sent and target.ends.empty()  # the engine is not done
         ended = await target.next()
         found = digest(wire.cpu().numpy(), DIGEST_WORDS)
+        assert bool(writer_words(writer)[8 * grant + 6]) == has_halves
         if grant == 4:
             assert ended == Gathered(session=1, grant=grant, digest=found)
         else:

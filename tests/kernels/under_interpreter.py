@@ -59,6 +59,36 @@ def test_converted_heads_are_digested_in_the_same_pass(pair: tuple[DType, DType]
     assert_agrees(case, in_small_tiles, has_kernels=True)
 
 
+def test_a_plan_is_gathered_in_halves() -> None:
+    """Five buffers, some scaled. Together, the halves write the bytes of the plan and have its digest."""
+    layers = [LayerSpec(num_kv_heads=3, k_head_dim=16, v_head_dim=16)] * 2 + [
+        LayerSpec(num_kv_heads=3, k_head_dim=16, v_head_dim=0)
+    ]
+    case = Case(
+        layout=KVLayout(layers=tuple(layers), dtype=DType.BFLOAT16),
+        shard=Shard(page_size=4),
+        num_pages=5,
+        heads=Range(begin=1, end=3),
+        wire_dtype=DType.FLOAT8_E4M3,
+        pages=(4, 0, 2),
+        tokens=Range(begin=3, end=11),
+        num_tokens=11,
+        scales={(0, True): 0.37, (1, True): 4.0, (2, False): 0.5},
+    )
+    pool, pages = case.pool("cpu", seed=1), torch.tensor(case.pages)
+    assert not case.plan(TritonCopier, pool).can_halve, "a small plan is not worth it"
+    plan = case.plan(partial(TritonCopier, tuning=Tuning(halved_bytes=0)), pool)
+    assert plan.can_halve and len(plan.buffers) == 5
+    whole, halves = (torch.full((plan.num_wire_bytes,), 7, dtype=torch.uint8) for _ in range(2))
+    found, total = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    plan.gather(pages, whole, digest=found)
+    plan.gather_half(0, pages, halves, first_page=0, digest=total)
+    first = sum(buffer.num_bytes for buffer in plan.buffers[:2])
+    assert torch.equal(halves[:first], whole[:first]) and (halves[first:] == 7).all()
+    plan.gather_half(1, pages, halves, first_page=0, digest=total)
+    assert torch.equal(halves, whole) and torch.equal(found, total)
+
+
 def test_words_are_summed() -> None:
     wire = torch.randint(256, (20_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     assert triton_defect(wire.device) == ""

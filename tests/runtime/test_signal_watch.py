@@ -44,9 +44,9 @@ class Ends:
         self.gathered: asyncio.Queue[Gathered] = asyncio.Queue()
         self.given_back: list[int] = []
 
-    def begin(self, grant: int, *, session: int = 0) -> GatherSignal:
+    def begin(self, grant: int, *, session: int = 0, has_halves: bool = False) -> GatherSignal:
         signal = self.writers[session].of(grant)
-        signal.begin(0, ctypes.addressof(self.totals[session]))
+        signal.begin(0, ctypes.addressof(self.totals[session]), has_halves=has_halves)
         return signal
 
     def end(self, signal: GatherSignal, digest: int, *, session: int = 0) -> None:
@@ -58,8 +58,16 @@ class Ends:
         self.end(signal, digest, session=session)
         return signal.is_sent
 
-    def arm(self, grant: int, digest: int, *, session: int = 0, scatter: Callable[[], None] = lambda: None) -> None:
-        """Arm a scatter that finds bytes with this digest."""
+    def arm(
+        self,
+        grant: int,
+        digest: int,
+        *,
+        session: int = 0,
+        scatter: Callable[[], None] = lambda: None,
+        first: Callable[[], None] | None = None,
+    ) -> None:
+        """Arm a scatter that finds bytes with this digest. `first` scatters the first half."""
         total, cell = ctypes.c_uint64(), (ctypes.c_uint64 * 2)()
 
         def kernel() -> None:
@@ -70,7 +78,8 @@ class Ends:
             stream=_STREAM,
             sum_address=ctypes.addressof(total),
             cell_address=ctypes.addressof(cell),
-            kernels=((self.driver.kernel(kernel), 1, 1, 32, 0, b""),),
+            kernels=tuple((self.driver.kernel(one), 1, 1, 32, 0, b"") for one in (first, kernel) if one is not None),
+            num_first=int(first is not None),
             keeps=(total, cell),
             give_back=lambda: self.given_back.append(grant),
         )
@@ -169,6 +178,44 @@ async def test_an_armed_scatter_is_queued_while_its_gather_runs_and_runs_after_i
         assert ran and (found.grant, found.is_intact) == (grant, not wrong) and 0 <= found.seconds < 10
     assert patient.given_back == [8, 16] and patient.watch.is_idle
     patient.watch.close(is_idle=True)
+
+
+@pytest.mark.parametrize("has_halves", [True, False])
+async def test_the_first_half_of_a_scatter_waits_only_for_that_half_of_the_gather(patient: Ends, has_halves: bool) -> None:
+    """If the writer reports no halves, all of the scatter waits for the end."""
+    patient.watch.begin(0, patient.readers[0])
+    for grant in (8, 16):
+        ran: list[str] = []
+        patient.arm(grant, 5, first=lambda ran=ran: ran.append("first"), scatter=lambda ran=ran: ran.append("second"))  # type: ignore[misc]
+        signal = patient.begin(grant, has_halves=has_halves)
+        await patient.until_queued()
+        await looks_since(patient)
+        assert not ran
+        signal.end_half(0)
+        async with asyncio.timeout(20):
+            while has_halves and not ran:
+                await asyncio.sleep(0.001)
+        await looks_since(patient)
+        assert ran == ["first"] * has_halves and patient.scattered.empty()
+        patient.end(signal, 5)
+        found = await patient.next_scattered()
+        assert ran == ["first", "second"] and found.is_intact
+    patient.watch.close(is_idle=True)
+
+
+@pytest.mark.parametrize("is_half_reported", [True, False])
+async def test_halves_that_do_not_end_are_given_up(ends: Ends, is_half_reported: bool) -> None:
+    """A writer that reports the end without the first half keeps no stream waiting either."""
+    ends.watch.begin(0, ends.readers[0])
+    ends.arm(8, 5, first=lambda: None)
+    signal = ends.begin(8, has_halves=True)
+    if is_half_reported:
+        signal.end_half(0)
+    else:
+        ends.end(signal, 5)
+    assert (await ends.next_scattered()).is_intact is None
+    assert ends.words[0][1] and ends.driver.is_idle(_STREAM)
+    ends.watch.close(is_idle=True)
 
 
 def test_a_measured_loop_looks_itself_while_it_waits_for_messages_and_timers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +436,7 @@ watch = SignalWatch(asyncio.new_event_loop(), lambda: None)
 watch.open(SignalReader(target))
 watch.begin(0, SignalReader(target))
 places = {"sum_address": ctypes.addressof(total), "cell_address": ctypes.addressof(cell)}
-watch.arm(0, 8, ScatterLaunch(stream=1, kernels=(), keeps=None, give_back=lambda: None, **places))
+watch.arm(0, 8, ScatterLaunch(stream=1, kernels=(), num_first=0, keeps=None, give_back=lambda: None, **places))
 SignalWriter(HostWords(words)).of(8).begin(0, ctypes.addressof(total))
 is_queued = False
 while not is_queued:
@@ -440,7 +487,7 @@ for _ in range(10):
     watch, is_used, is_closed = _signals.Watch((function,) * 5, 1.0), threading.Event(), threading.Event()
     watch.add(0, address, address, 0)
     for grant in range(20000):
-        watch.arm(0, grant, 1, address, address, ())
+        watch.arm(0, grant, 1, address, address, (), 0)
     def use():
         is_used.set()
         while not is_closed.is_set():

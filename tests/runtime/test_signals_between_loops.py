@@ -45,17 +45,19 @@ class SignallingQueue(HostCopyQueue):
     chance: random.Random
     slow: float  # share of gathers that take `_SLOW_S`
     unarmed: float  # share of scatters that cannot be armed
+    halved = 0.5  # share of gathers, and of scatters, in two halves
     num_used: int
 
     def gather(self, piece: Any, out: Any, *, on_done: Any, signal: GatherSignal | None = None, **how: Any) -> None:
         wire = torch.frombuffer((ctypes.c_uint8 * out.numel()).from_address(out.data_ptr()), dtype=torch.uint8)
         total = ctypes.c_uint64(self.chance.getrandbits(64))
         if signal is not None:
-            signal.begin(0, ctypes.addressof(total))
+            signal.begin(0, ctypes.addressof(total), has_halves=self.chance.random() < self.halved)
 
         def done(digest: int, begun_s: float, ended_s: float) -> None:
             total.value += digest
             if signal is not None:
+                signal.end_half(0)
                 signal.end(0, ctypes.addressof(total))
             on_done(digest, begun_s, ended_s)
 
@@ -80,7 +82,8 @@ class SignallingQueue(HostCopyQueue):
             stream=peer,
             sum_address=ctypes.addressof(total),
             cell_address=ctypes.addressof(cell),
-            kernels=((self.driver.kernel(scatter), 1, 1, 32, 0, b""),),
+            kernels=((self.driver.kernel(lambda: None), 1, 1, 32, 0, b""), (self.driver.kernel(scatter), 1, 1, 32, 0, b"")),
+            num_first=int(self.chance.random() < self.halved),
             keeps=(total, cell),
             give_back=lambda: None,
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from transfer.copy.digest import WORD_BYTES, HostDigest
-from transfer.errors import LayoutError
+from transfer.errors import LayoutError, LocalProtocolError
 from transfer.layout import DType, Range, TokenOrder, WireBuffer
 from transfer.pool.kv_pool import TORCH_DTYPES, PagedKVPool
 
@@ -78,6 +78,13 @@ class CopyPlan(ABC):
             LayoutError: An argument is of the wrong kind, place or size, or `pages` names pages outside the pool or one twice.
         """
 
+    can_halve: bool = False
+    """Whether `gather_half` copies the buffers in two halves: the first `len(buffers) // 2`, and the others."""
+
+    def gather_half(self, half: int, pages: Tensor, out: WireMemory, *, first_page: int, digest: Digest) -> None:
+        """Copy one half as `gather` does. Only a plan that `can_halve` has this."""
+        raise LocalProtocolError("this plan copies all of its buffers at once")
+
     reads_wire_once: ClassVar[bool] = False
     """Whether a scatter with a digest loads each byte of the wire once. If not, a peer that can write to the wire can change it
     between the copy and the digest."""
@@ -92,7 +99,7 @@ class CopyPlan(ABC):
     def scatter_kernels(
         self, pages: Tensor, source: WireMemory, *, first_page: int, digest: Tensor
     ) -> Sequence[KernelLaunch] | None:
-        """Return the launches of a scatter with digest, without queuing them.
+        """Return the launches of a scatter with digest, without queuing them: two, one per half, if the plan `can_halve`.
 
         None means that the scatter needs other work, too, or is not compiled.
         """

@@ -46,6 +46,9 @@ _LINK_IDLE_S = 0.02
 _WAKING_BYTES = 64 << 10
 """Enough for all 18 links between two GPUs: 8 bytes wake one of them."""
 
+_FEW = 4
+"""Copies of a peer among which gathers are halved. With more, the scatters of other pieces run beside a gather."""
+
 _LOOK_SHARE = 1 / 20
 _MIN_PAUSE_S = 20e-6
 _MAX_PAUSE_S = 0.002
@@ -76,6 +79,7 @@ class _PeerStream:
     free: deque[_Outcome] = field(default_factory=deque)
     # Sum on the device and two pinned words of launches. The stream clears a sum before its next use.
     free_cells: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    num_queued: int = 0
     link_used_s: float = -math.inf
     # Of the previous copy. Only the waiter uses them.
     last_sum: int = 0
@@ -116,12 +120,18 @@ class DeviceCopyQueue:
                 self._wake_link(peer_stream, out)
 
             def copy(total: Tensor) -> None:
-                stream = peer_stream.stream.cuda_stream
-                if sent is not None:
-                    sent.begin(stream, total.data_ptr())
-                piece.gather(out, digest=total)
-                if sent is not None:
-                    sent.end(stream, total.data_ptr())
+                if sent is None:
+                    piece.gather(out, digest=total)
+                    return
+                stream, has_halves = peer_stream.stream.cuda_stream, piece.can_halve and peer_stream.num_queued <= _FEW
+                sent.begin(stream, total.data_ptr(), has_halves=has_halves)
+                if has_halves:
+                    piece.gather_half(0, out, total)
+                    sent.end_half(stream)
+                    piece.gather_half(1, out, total)
+                else:
+                    piece.gather(out, digest=total)
+                sent.end(stream, total.data_ptr())
 
             self._queue(peer_stream, after, copy, on_done)
 
@@ -161,6 +171,7 @@ class DeviceCopyQueue:
             sum_address=total.data_ptr(),
             cell_address=cell.data_ptr(),
             kernels=kernels,
+            num_first=int(piece.can_halve),
             keeps=(piece, source, cells),
             give_back=lambda: peer_stream.free_cells.append(cells),
         )
@@ -234,6 +245,7 @@ class DeviceCopyQueue:
     ) -> None:
         """Queue a copy, and wait for its end on the peer's thread."""
         outcome = peer_stream.free.popleft() if peer_stream.free else _new_outcome()
+        peer_stream.num_queued += 1
         try:
             with torch.cuda.stream(peer_stream.stream):  # and its device with it
                 if after is not None:
@@ -262,6 +274,7 @@ class DeviceCopyQueue:
 
         def done(result: tuple[int, float, float]) -> None:
             peer_stream.free.append(outcome)
+            peer_stream.num_queued -= 1
             on_done(*result)
 
         peer_stream.waiter.submit(work, done)

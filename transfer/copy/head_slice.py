@@ -50,6 +50,8 @@ class Tuning:
             program adds to the same sum, so small tiles cost the same whatever the elements are.
         conversion_elements, conversion_warps: Elements and warps of a tile that is only converted.
         max_columns: Most words of a row in a piece.
+        halved_bytes: Least bytes of a plan that `can_halve`. With halves, the scatter of the first one runs beside the gather of
+            the second. Two more launches take 0.01 ms. A scatter of half of these bytes takes 0.04 ms.
     """
 
     copy_words: int = 256
@@ -59,6 +61,7 @@ class Tuning:
     conversion_elements: int = 4096
     conversion_warps: int = 4
     max_columns: int = 512
+    halved_bytes: int = 128 << 20
 
 
 DEFAULT_TUNING = Tuning()
@@ -134,6 +137,7 @@ class _TritonPlan(CopyPlan):
             most = tokens.end * rows.rows_per_token * -(-rows.row_bytes // 16)
             if most > MAX_PIECES:
                 raise LayoutError(f"a copy up to token {tokens.end} has {most} units of 16 bytes; one launch takes {MAX_PIECES}")
+        self.can_halve = len(self._groups) == 1 and len(self.buffers) > 1 and self.num_moved_bytes >= copier.tuning.halved_bytes
         self._tables: dict[tuple[int, str], Tensor] = {}  # by group
         self._launches: dict[tuple[bool, int, bool], list[Launch]] = {}
         self._streams: set[int] = set()
@@ -161,6 +165,12 @@ class _TritonPlan(CopyPlan):
         self._check(pages, out, "out", first_page, digest)
         self._launch_all(pages, out, first_page, digest, is_gather=True)
 
+    def gather_half(self, half: int, pages: Tensor, out: WireMemory, *, first_page: int, digest: Digest) -> None:
+        self._check(pages, out, "out", first_page, digest)
+        stream = current_stream(self._pool.device)
+        launcher, grid, arguments = _halves(self._calls(stream, pages, out, first_page, digest, is_gather=True)[0])[half]
+        launcher(stream, grid, arguments)
+
     def scatter(self, pages: Tensor, source: WireMemory, *, first_page: int = 0, digest: Digest | None = None) -> None:
         self._check(pages, source, "source", first_page, digest)
         self._launch_all(pages, source, first_page, digest, is_gather=False)
@@ -171,6 +181,8 @@ class _TritonPlan(CopyPlan):
         self._check(pages, source, "source", first_page, digest)
         stream = current_stream(self._pool.device)
         calls = self._calls(stream, pages, source, first_page, digest, is_gather=False)
+        if self.can_halve:
+            calls = _halves(calls[0])
         found = [launcher.launch_of(grid, arguments) for launcher, grid, arguments in calls]
         launches = [launch for launch in found if launch is not None]
         return launches if len(launches) == len(found) else None
@@ -301,6 +313,17 @@ class _TritonPlan(CopyPlan):
         table = self._table(group, "places", torch.tensor(places, dtype=torch.int64))
         launcher = _launcher(pool.device, num_warps, tuple(constants.items()))
         return launcher, (num_tiles, len(buffers), 1), (table, factors, pool.num_pages, first, end)
+
+
+def _halves(launch: Launch) -> list[Launch]:
+    """Return the launch of the first half of its buffers, and that of the others. The arguments are those of `copy_pieces`."""
+    launcher, (num_tiles, num_buffers, depth), (pages, wire, digest, table, factors, *others) = launch
+    half = num_buffers // 2
+    rest = (pages, wire, digest, table + 16 * half, factors and factors + 4 * half, *others)
+    return [
+        (launcher, (num_tiles, half, depth), launch[2]),
+        (launcher, (num_tiles, num_buffers - half, depth), rest),
+    ]
 
 
 @cache

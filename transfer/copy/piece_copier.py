@@ -52,6 +52,7 @@ class ScatterLaunch:
     """A prepared scatter, see `transfer.receive._signals.Watch.arm`.
 
     Args:
+        num_first: Number of kernels that only need the first half of the gather; 0 if each needs all of it.
         keeps: Objects that must not be freed before `give_back`.
         give_back: Call it once, when the scatter has ended or will not be queued.
     """
@@ -60,6 +61,7 @@ class ScatterLaunch:
     sum_address: int
     cell_address: int
     kernels: tuple[KernelLaunch, ...]
+    num_first: int
     keeps: object
     give_back: Callable[[], None]
 
@@ -134,8 +136,21 @@ class PieceCopy:
         if digest is not None and inside is None:
             add_digest(digest, out, self.num_wire_bytes, self.kernels)
 
+    @property
+    def can_halve(self) -> bool:
+        """Whether `gather_half` copies the piece's buffers in two halves: the first half of their number, and the others."""
+        return self.can_digest and len(self.plans) == 1 and all(plan.can_halve for plan in self.plans.values())
+
+    def gather_half(self, half: int, out: WireMemory, digest: Digest) -> None:
+        """Copy half 0 or 1 of a piece that `can_halve`, as `gather` does."""
+        for plan, table, first_page in zip(self.plans.values(), self.tables, self.first_pages, strict=True):
+            plan.gather_half(half, _pages_of(table), out, first_page=first_page, digest=digest)
+
     def scatter_kernels(self, source: WireMemory, digest: Tensor) -> tuple[KernelLaunch, ...] | None:
-        """Return the launches of `scatter` on the current stream, without queuing them. None: it needs other work, too."""
+        """Return the launches of `scatter` on the current stream, without queuing them: one per half if the piece `can_halve`.
+
+        None means that the scatter needs other work, too.
+        """
         launches: list[KernelLaunch] = []
         for plan, table, first_page in zip(self.plans.values(), self.tables, self.first_pages, strict=True):
             found = None

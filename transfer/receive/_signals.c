@@ -30,7 +30,7 @@
 
 enum { ENTRY_WORDS = 8, NUM_ENTRIES = 127 };
 enum { NUM_CLOSED, IS_STOPPED };                       /* words of entry 0 */
-enum { QUEUED, GRANT, BEGUN, BASE, TOTAL, ENDED };     /* words of the other entries */
+enum { QUEUED, GRANT, BEGUN, BASE, TOTAL, ENDED, HAS_HALVES, HALF_ENDED }; /* words of the other entries */
 enum { FREE, TAKEN, WAITS, CLOSED };                   /* states of an entry: WAITS for the end of its gather, without a scatter */
 enum { ARMED, RUNS, DONE };                            /* states of a launch */
 
@@ -57,7 +57,7 @@ typedef struct Limit {
     struct Limit *next;
     int64_t timeout_ns, ends_ns;
     int has_given_up;
-    uint64_t *words, *end, number;
+    uint64_t *words, *half, *end, number; /* half: the same as end if the stream does not wait for a half */
 } Limit;
 
 static pthread_mutex_t limits_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -69,9 +69,10 @@ static int has_limits_thread;
  * wait ends. CUDA compares cyclically, and a hostile writer can write any number: so the word is written unless it is the number itself.
  * Returns whether it was written. */
 static int end_wait(const Limit *limit) {
-    if (load(limit->end) == limit->number)
+    if (load(limit->end) == limit->number && load(limit->half) == limit->number)
         return 0;
     store(limit->words + IS_STOPPED, 1);
+    store(limit->half, limit->number);
     store(limit->end, limit->number);
     return 1;
 }
@@ -145,11 +146,11 @@ static int start_limits_thread(void) {
 }
 
 /* Returns NULL, and sets errno, if there is no memory or no thread. */
-static Limit *begin_limit(uint64_t *words, uint64_t *end, uint64_t number, int64_t timeout_ns) {
+static Limit *begin_limit(uint64_t *words, uint64_t *half, uint64_t *end, uint64_t number, int64_t timeout_ns) {
     Limit *limit = calloc(1, sizeof *limit);
     if (limit == NULL)
         return NULL;
-    *limit = (Limit){.words = words, .end = end, .number = number, .timeout_ns = timeout_ns, .ends_ns = now_ns() + timeout_ns};
+    *limit = (Limit){.words = words, .half = half, .end = end, .number = number, .timeout_ns = timeout_ns, .ends_ns = now_ns() + timeout_ns};
     pthread_mutex_lock(&limits_lock); /* held only briefly */
     int error = has_limits_thread ? 0 : start_limits_thread();
     if (error == 0) {
@@ -228,7 +229,7 @@ typedef struct Launch {
     int is_given_up;
     uint64_t *entry, found, announced;
     int64_t queued_ns, gathered_ns, ended_ns;
-    Py_ssize_t num_kernels;
+    Py_ssize_t num_kernels, num_first; /* first: those that only need the first half of the gather */
     Kernel kernels[];
 } Launch;
 
@@ -285,28 +286,42 @@ static void close_entry(Session *session, uint64_t number) {
     store(session->words + NUM_CLOSED, session->num_closed);
 }
 
-/* Queue a scatter behind the end of its gather. Returns an error of CUDA, or -1 if the wait has no limit. */
+/* Queue a wait for a word of the launch's entry. Returns an error of CUDA. */
+static int queue_wait(const State *state, const Launch *launch, int word) {
+    const Session *session = launch->session;
+    uint64_t address = session->device_words + (uint64_t)((char *)(launch->entry + word) - (char *)session->words);
+    return state->driver.wait(launch->stream, address, launch->number, WAIT_UNTIL_AT_LEAST);
+}
+
+static int queue_kernel(const State *state, const Launch *launch, Kernel *kernel) {
+    void *extra[] = {PARAMETERS_ADDRESS, kernel->parameters, PARAMETERS_SIZE, &kernel->num_bytes, NULL};
+    return state->driver.launch(kernel->function, kernel->grid_x, kernel->grid_y, 1, kernel->threads, 1, 1, kernel->shared_bytes,
+                                launch->stream, NULL, extra);
+}
+
+/* Queue a scatter behind the end of its gather, or each half behind that half. Returns an error of CUDA, or -1 if the wait has no limit. */
 static int queue_launch(State *state, Launch *launch, uint64_t number) {
     Session *session = launch->session;
     const Driver *driver = &state->driver;
     launch->number = number;
     launch->entry = entry_of(session, number);
-    uint64_t end = session->device_words + (uint64_t)((char *)(launch->entry + ENDED) - (char *)session->words);
+    Py_ssize_t num_first = load(launch->entry + HAS_HALVES) == 1 ? launch->num_first : 0;
     store(launch->cell + 1, 0);
     /* Before the stream waits: a launch can wait for the stream. */
-    launch->limit = begin_limit(session->words, launch->entry + ENDED, number, state->limit_ns);
+    uint64_t *end = launch->entry + ENDED, *half = num_first > 0 ? launch->entry + HALF_ENDED : end;
+    launch->limit = begin_limit(session->words, half, end, number, state->limit_ns);
     if (launch->limit == NULL)
         return -1;
     launch->queued_ns = now_ns();
     launch->state = RUNS;
     int error = driver->set_context(session->context);
-    if (error == 0)
-        error = driver->wait(launch->stream, end, number, WAIT_UNTIL_AT_LEAST);
-    for (Py_ssize_t i = 0; error == 0 && i < launch->num_kernels; i++) {
-        Kernel *kernel = launch->kernels + i;
-        void *extra[] = {PARAMETERS_ADDRESS, kernel->parameters, PARAMETERS_SIZE, &kernel->num_bytes, NULL};
-        error = driver->launch(kernel->function, kernel->grid_x, kernel->grid_y, 1, kernel->threads, 1, 1, kernel->shared_bytes,
-                               launch->stream, NULL, extra);
+    if (error == 0 && num_first > 0)
+        error = queue_wait(state, launch, HALF_ENDED);
+    for (Py_ssize_t i = 0; error == 0 && i <= launch->num_kernels; i++) {
+        if (i == num_first)
+            error = queue_wait(state, launch, ENDED);
+        if (error == 0 && i < launch->num_kernels)
+            error = queue_kernel(state, launch, launch->kernels + i);
     }
     if (error == 0)
         error = driver->copy_to_host(launch->cell, launch->sum, sizeof *launch->cell, launch->stream);
@@ -603,7 +618,8 @@ static PyObject *method_resume(PyObject *self, PyObject *arguments) {
 static PyObject *method_arm(PyObject *self, PyObject *arguments) {
     unsigned long long session_number, grant, stream, sum, cell;
     PyObject *kernels;
-    if (!PyArg_ParseTuple(arguments, "KKKKKO!", &session_number, &grant, &stream, &sum, &cell, &PyTuple_Type, &kernels))
+    Py_ssize_t num_first;
+    if (!PyArg_ParseTuple(arguments, "KKKKKO!n", &session_number, &grant, &stream, &sum, &cell, &PyTuple_Type, &kernels, &num_first))
         return NULL;
     Py_ssize_t count = PyTuple_Size(kernels);
     Launch *launch = calloc(1, sizeof *launch + (size_t)count * sizeof *launch->kernels);
@@ -629,6 +645,7 @@ static PyObject *method_arm(PyObject *self, PyObject *arguments) {
         }
         memcpy(kernel->parameters, parameters, (size_t)num_bytes);
     }
+    launch->num_first = num_first < count ? num_first : count;
     launch->grant = grant;
     launch->stream = (void *)(uintptr_t)stream;
     launch->sum = sum;

@@ -46,6 +46,7 @@ class Watch:
         sum: int,
         cell: int,
         kernels: tuple[tuple[int, int, int, int, int, bytes], ...],
+        num_first: int,
         /,
     ) -> bool:
         """Prepare a scatter, which the thread queues when the gather into the grant begins. Return False without the session.
@@ -56,6 +57,7 @@ class Watch:
             sum: Address on the device of the digest, which is 0 before the kernels run.
             cell: Address of two words in pinned memory, which the stream writes: the sum, and a number at the end.
             kernels: Function, two dimensions of the grid, threads, bytes of shared memory, and parameters of each kernel.
+            num_first: Number of kernels that only need the first half of the gather.
         """
 
     def disarm(self, grant: int, /) -> None:

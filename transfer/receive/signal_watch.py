@@ -128,7 +128,8 @@ class SignalWatch:
     def arm(self, session: int, grant: int, launch: ScatterLaunch) -> None:
         """Queue a scatter when the gather into the grant begins. `begin` was called for the grant."""
         assert self._watch is not None
-        if self._watch.arm(session, grant, launch.stream, launch.sum_address, launch.cell_address, launch.kernels):
+        places = launch.stream, launch.sum_address, launch.cell_address
+        if self._watch.arm(session, grant, *places, launch.kernels, launch.num_first):
             self._armed[grant] = session
             self._launches[grant] = (launch, self._readers[session])
         else:

@@ -16,6 +16,9 @@ word  written by     contains
 3     stream         sum of the stream's digests before the gather
 4     stream         sum after the gather; the difference is the gather's digest
 5     stream         the number, once the gather has ended; the target writes it to give up the signal
+6     writer's host  1 if the stream writes word 7, before word 0
+7     stream         the number, once the first half of the gather has ended: of its buffers in the order of the wire,
+                     ``len(buffers) // 2``; the target writes it, too, to give up the signal
 ====  =============  ==============================================================================================
 
 Entry 0 is not used for gathers. The target writes its words. Word 0 is the number of entries that it has closed, without gaps.
@@ -34,7 +37,7 @@ device, such as those that free memory, do not return (docs/adr/0083-signals-of-
 SIGNAL_PAUSE_S: Final = 60.0
 """Time without signals after one was given up. So a device that is always slow causes one such wait per minute."""
 
-LAYOUT: Final = 1
+LAYOUT: Final = 2
 """Version of the words. Both ends must use the same version."""
 
 NUM_BYTES: Final = 8192
@@ -43,7 +46,7 @@ _ENTRY_WORDS: Final = 8  # a cache line
 NUM_ENTRIES: Final = NUM_BYTES // (_WORD_BYTES * _ENTRY_WORDS) - 1
 # As in transfer/receive/_signals.c.
 _NUM_CLOSED, _IS_STOPPED = range(2)
-_QUEUED, _GRANT, _BEGUN, _BASE, _TOTAL, _ENDED = range(6)
+_QUEUED, _GRANT, _BEGUN, _BASE, _TOTAL, _ENDED, _HAS_HALVES, _HALF_ENDED = range(8)
 
 
 class DeviceWords(Protocol):
@@ -99,7 +102,7 @@ class SignalWriter:
         """Whether the target ignores signals at present."""
         return self._words.words[_IS_STOPPED] != 0
 
-    def begin(self, grant: int, stream: int, total: int) -> int:
+    def begin(self, grant: int, stream: int, total: int, *, has_halves: bool = False) -> int:
         """Queue the words of an entry that precede the gather. Return its number, or 0 if no signal can be sent."""
         words = self._words.words
         if self.is_stopped or self._num_used - words[_NUM_CLOSED] >= NUM_ENTRIES:
@@ -107,10 +110,15 @@ class SignalWriter:
         self._num_used += 1
         number = self._num_used
         words[_word(number, _GRANT)] = grant
+        words[_word(number, _HAS_HALVES)] = has_halves
         words[_word(number, _QUEUED)] = number
         self._words.copy(stream, _word(number, _BASE), total)
         self._words.write(stream, _word(number, _BEGUN), number)
         return number
+
+    def end_half(self, number: int, stream: int) -> None:
+        """Queue the word of the entry that follows the first half of the gather."""
+        self._words.write(stream, _word(number, _HALF_ENDED), number)
 
     def end(self, number: int, stream: int, total: int) -> None:
         """Queue the words of the entry that follow the gather."""
@@ -119,7 +127,7 @@ class SignalWriter:
 
 
 class GatherSignal:
-    """The signal of one gather. Call `begin` before the gather is queued, and `end` after it.
+    """The signal of one gather. Call `begin` before the gather is queued, `end_half` between halves, and `end` after it.
 
     Args:
         stream, total: The stream, and the device address of the 64-bit sum of its digests.
@@ -135,8 +143,12 @@ class GatherSignal:
         """Whether the signal has an entry, and the target still accepts signals."""
         return self._number > 0 and not self._writer.is_stopped
 
-    def begin(self, stream: int, total: int) -> None:
-        self._number = self._writer.begin(self._grant, stream, total)
+    def begin(self, stream: int, total: int, *, has_halves: bool = False) -> None:
+        self._number = self._writer.begin(self._grant, stream, total, has_halves=has_halves)
+
+    def end_half(self, stream: int) -> None:
+        if self._number:
+            self._writer.end_half(self._number, stream)
 
     def end(self, stream: int, total: int) -> None:
         if self._number:
