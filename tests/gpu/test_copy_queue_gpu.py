@@ -203,9 +203,10 @@ async def test_the_link_is_woken_before_the_engine_is_done() -> None:
     """NVLink that sleeps makes the first gather slower. The write goes into the gather's own bytes."""
     source = Side.open("gather", Kernels.TRITON)
     wires = [source.wire(), source.wire()]
-    device = torch.cuda.current_device()
+    device = source.pool.device.index
     rings = [SimpleNamespace(device_index=device, data_ptr=wire.data_ptr, numel=wire.numel) for wire in wires]
     await gathered(source, wires[0], None)  # compiled
+    other = torch.cuda.Stream()  # before the engine is busy: the first one waits for the device
     for wire in wires:
         wire.fill_(1)
     torch.cuda.synchronize()
@@ -214,8 +215,8 @@ async def test_the_link_is_woken_before_the_engine_is_done() -> None:
     computed.record()
     gathering = [asyncio.ensure_future(gathered(source, ring, computed)) for ring in rings]
     await asyncio.sleep(0)  # they are queued
-    with torch.cuda.stream(torch.cuda.Stream()):
-        while wires[0][0]:
+    with torch.cuda.stream(other):
+        while wires[0][0] and not computed.query():
             await asyncio.sleep(0.001)
         assert wires[1][0] and not computed.query(), "the second gather found the link awake"
     for wire, one in zip(wires, gathering, strict=True):
