@@ -235,8 +235,10 @@ def test_a_measured_loop_looks_itself_while_it_waits_for_messages_and_timers(mon
             loop.call_later(0.004, asking.start)
             await asyncio.wait_for(asked, 20)
             asking.join()
-            signal.begin(0, ctypes.addressof(ends.totals[0]))
+            beginning = threading.Timer(0.002, signal.begin, (0, ctypes.addressof(ends.totals[0])))  # while the loop waits
+            beginning.start()
             await ends.until_queued()
+            beginning.join()
             ends.end(signal, 5)
             assert (await ends.next_scattered()).is_intact
         ends.watch.close(is_idle=True)
