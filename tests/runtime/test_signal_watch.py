@@ -248,6 +248,29 @@ def test_a_measured_loop_looks_itself_while_it_waits_for_messages_and_timers(mon
     assert len(queued_by) == 20 and queued_by.count(threading.get_ident()) > 10
 
 
+def test_a_queued_gather_that_never_begins_takes_little_cpu_time() -> None:
+    """Its writer hangs, perhaps for minutes. Another session is in use meanwhile."""
+
+    async def main() -> float:
+        ends = Ends(2)
+        for session in range(2):
+            ends.watch.begin(session, ends.readers[session])
+        ends.words[0][8] = 1
+        await asyncio.sleep(1.5)
+        begun_s = time.process_time()
+        for grant in range(1, 51):
+            assert ends.gather(grant, 1, session=1)
+            await ends.next_gathered()
+            await asyncio.sleep(0.02)
+        cpu_s = time.process_time() - begun_s
+        assert ends.gather(8, 5)
+        assert await ends.next_gathered() == Gathered(session=0, grant=8, digest=5)
+        ends.watch.close(is_idle=True)
+        return cpu_s
+
+    assert run_measured(main()) < 0.2
+
+
 async def test_inside_the_gate_no_scatter_is_queued_and_a_disarmed_one_never(patient: Ends) -> None:
     watch = patient.watch
     watch.begin(0, patient.readers[0])
