@@ -164,7 +164,9 @@ class _MeasuredSelector(selectors.EpollSelector):
     def _handle(self, poller: Poller) -> None:
         try:
             poller.handle()
-        except Exception as error:  # as in a callback of the loop
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # as in a callback of the loop
             self._loop.call_exception_handler({"message": f"exception in {poller.handle}", "exception": error})
 
 

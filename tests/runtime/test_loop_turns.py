@@ -124,7 +124,8 @@ def test_a_loops_turn_is_the_time_between_two_calls_of_its_selector(clocks: Cloc
 class FaultyPoller:
     """Waits if it is told to, and then finds something that cannot be handled."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
         self.is_near = False
         self.timeouts: list[float | None] = []
 
@@ -134,11 +135,12 @@ class FaultyPoller:
 
     def handle(self) -> None:
         self.is_near = False
-        raise ValueError("found")
+        raise self.error
 
 
-def test_a_poller_waits_in_place_of_the_selector_and_its_errors_are_those_of_a_callback() -> None:
-    poller, errors = FaultyPoller(), list[object]()
+@pytest.mark.parametrize("error", [ValueError("found"), asyncio.CancelledError("found")])
+def test_a_poller_waits_in_place_of_the_selector_and_its_errors_are_those_of_a_callback(error: BaseException) -> None:
+    poller, errors = FaultyPoller(error), list[object]()
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -153,7 +155,7 @@ def test_a_poller_waits_in_place_of_the_selector_and_its_errors_are_those_of_a_c
         await asyncio.sleep(0.01)
 
     run_measured(main())
-    assert [str(error) for error in errors] == ["found"]
+    assert errors == [error]
 
 
 def test_a_call_is_named_by_its_method(monkeypatch: pytest.MonkeyPatch) -> None:
