@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -246,6 +247,21 @@ def test_a_measured_loop_looks_itself_while_it_waits_for_messages_and_timers(mon
 
     queued_by = run_measured(main())
     assert len(queued_by) == 20 and queued_by.count(threading.get_ident()) > 10
+
+
+def test_threads_that_start_after_a_poll_sleep_as_long_as_others() -> None:
+    """A thread inherits the timer slack of the thread that starts it. Without slack, loops of short sleeps take more CPU time."""
+    timer_slack = partial(ctypes.CDLL(None).prctl, 30, 0, 0, 0, 0)  # PR_GET_TIMERSLACK
+
+    async def main() -> None:
+        before, ends, loop = timer_slack(), Ends(1), asyncio.get_running_loop()
+        ends.watch.begin(0, ends.readers[0])
+        ends.words[0][8] = 1
+        await asyncio.sleep(0.01)
+        assert timer_slack() == before == await loop.run_in_executor(None, timer_slack)
+        ends.watch.close(is_idle=True)
+
+    run_measured(main())
 
 
 def test_a_queued_gather_that_never_begins_takes_little_cpu_time() -> None:

@@ -725,6 +725,7 @@ static void poll_until(State *state, int fd, int64_t ends_ns) {
     }
     state->is_polled = 0;
     pthread_mutex_unlock(&state->gate);
+    prctl(PR_SET_TIMERSLACK, 0, 0, 0, 0); /* the default again: new threads inherit the value */
 }
 
 static PyObject *method_poll(PyObject *self, PyObject *arguments) {
