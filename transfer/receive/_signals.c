@@ -38,7 +38,7 @@ static const int64_t LEAST_PAUSE_NS = 10 * 1000, RUNNING_PAUSE_NS = 25 * 1000, N
 static const int64_t SPARE_PAUSE_NS = 500 * 1000; /* of the thread while the owner's loop looks, too */
 enum { FEW = 4 };          /* gathers of a lone request: each delay of a look delays the request */
 enum { PAUSE_SHARE = 16 }; /* a pause is this part of the time without news */
-enum { LATE_SHARE = 500 }; /* a queued gather that does not begin is looked at after this part of its time: its writer can hang */
+enum { LATE_SHARE = 500 }; /* a pause is this part of the time since a gather was queued, if that is longer: its writer can hang */
 static const int64_t LONG_GATHER_NS = 50 * 1000; /* the owner needs 0.1 ms for the start of a scatter */
 static const int64_t MOST_SPIN_NS = 250 * 1000; /* a scatter of 400 MB on an H200, or some wake-ups of a thread */
 
@@ -215,7 +215,8 @@ typedef struct Session {
     void *context;
     int num_awaited, is_stopped, is_distrusted, num_waiting;
     uint64_t num_taken, num_closed;
-    int64_t news_ns; /* of a begun gather, or of more that are expected */
+    uint64_t num_queued; /* of the last entry that a look found queued */
+    int64_t queued_ns;   /* time of that look */
     unsigned char entries[NUM_ENTRIES];
 } Session;
 
@@ -366,7 +367,6 @@ static int take_entries(State *state, Session *session) {
         if (begun != number)
             break;
         session->num_taken = number;
-        session->news_ns = now_ns();
         has_news = 1;
         Launch *launch = armed(state, session, load(entry + GRANT));
         if (launch == NULL) {
@@ -430,7 +430,7 @@ static int end_launches(State *state) {
 }
 
 /* Returns the longest pause before the next look; 0 if there is nothing to look at. */
-static int64_t most_pause_ns(const State *state) {
+static int64_t most_pause_ns(State *state) {
     int64_t most = 0;
     int num_awaited = 0;
     for (const Session *session = state->sessions; session != NULL; session = session->next)
@@ -439,15 +439,20 @@ static int64_t most_pause_ns(const State *state) {
         if (launch->state == RUNS)
             return RUNNING_PAUSE_NS;
     int64_t near = num_awaited <= FEW ? RUNNING_PAUSE_NS : NEAR_PAUSE_NS, now = now_ns();
-    for (const Session *session = state->sessions; session != NULL; session = session->next) {
+    for (Session *session = state->sessions; session != NULL; session = session->next) {
         if (most == 0 && session->num_waiting > 0)
             most = FAR_PAUSE_NS;
         if (!is_watched(session) || is_full(session))
             continue;
         int64_t pause = FAR_PAUSE_NS;
         /* The next gather is queued, so it waits at most for a step of the engine. A grant can wait far longer. */
-        if (load(entry_of(session, session->num_taken + 1) + QUEUED) == session->num_taken + 1) {
-            int64_t late = (now - session->news_ns) / LATE_SHARE;
+        uint64_t number = session->num_taken + 1;
+        if (load(entry_of(session, number) + QUEUED) == number) {
+            if (session->num_queued != number) {
+                session->num_queued = number;
+                session->queued_ns = now;
+            }
+            int64_t late = (now - session->queued_ns) / LATE_SHARE;
             pause = late < near ? near : late < FAR_PAUSE_NS ? late : FAR_PAUSE_NS;
         }
         if (most == 0 || pause < most)
@@ -520,8 +525,7 @@ static PyObject *leave(State *state) {
     Py_RETURN_NONE;
 }
 
-static void tell(State *state, Session *session) {
-    session->news_ns = now_ns();
+static void tell(State *state) {
     state->has_news = 1;
     pthread_cond_signal(&state->changed);
 }
@@ -592,7 +596,7 @@ static PyObject *method_expect(PyObject *self, PyObject *arguments) {
     if (session != NULL) {
         session->num_awaited += change;
         if (change > 0)
-            tell(state, session);
+            tell(state);
     }
     return leave(state);
 }
@@ -619,7 +623,7 @@ static PyObject *method_resume(PyObject *self, PyObject *arguments) {
     if (session != NULL && !session->is_distrusted) {
         store(session->words + IS_STOPPED, 0);
         session->is_stopped = 0;
-        tell(state, session);
+        tell(state);
     }
     return leave(state);
 }
