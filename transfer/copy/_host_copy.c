@@ -191,41 +191,21 @@ WITH_AVX2 static void stream(char *to, const char *from, int64_t size, int64_t r
 }
 #endif
 
-/* Copy the next bytes of the wire from or to a place of the pool where they lie together. */
-static void copy_run(Copy *copy, char *pool, int64_t size) {
-    char *wire = copy->wire + copy->position, *to = copy->is_gather ? wire : pool;
-    const char *from = copy->is_gather ? pool : wire;
-    int64_t begun = copy->position % STRIPE, done = 0;
-    if (begun) {
-        done = size < STRIPE - begun ? size : STRIPE - begun;
-        memcpy(to, from, (size_t)done);
-        if (copy->algorithm && begun + done == STRIPE)
-            add_stripes(copy, wire - begun, 1);
-    }
-    while (done + STRIPE <= size) {
-        int64_t now = size - done < STEP_BYTES ? (size - done) / STRIPE * STRIPE : STEP_BYTES;
 #if defined(WITH_AVX2)
-        if (copy->is_streaming && (uintptr_t)(to + done) % 32 == 0)
-            stream(to + done, from + done, now, size - done);
-        else
-#endif
-            memcpy(to + done, from + done, (size_t)now);
-        if (copy->algorithm)
-            add_stripes(copy, from + done, now / STRIPE);
-        done += now;
-    }
-    memcpy(to + done, from + done, (size_t)(size - done));
-    copy->position += size;
+/* Whether `step_avx2` can copy the next step: the last digested stripe ended a block at this position. */
+static int has_step(const Copy *copy, int64_t position) {
+    return copy->has_avx2 && copy->algorithm == XXH3 && position == copy->num_stripes * STRIPE &&
+           copy->num_stripes % STRIPES_PER_BLOCK == 0 && copy->num_stripes + STRIPES_PER_BLOCK <= copy->max_stripes;
 }
 
-#if defined(WITH_AVX2)
-/* Copy and digest one step of XXH3, and keep its last stripe. */
-WITH_AVX2 static void scatter_step_avx2(Copy *copy, char *to, const char *from) {
+/* Copy and digest one step of XXH3, and keep its last stripe. Bytes up to `readable` follow at `from`. */
+WITH_AVX2 static void step_avx2(Copy *copy, char *to, const char *from, int64_t readable) {
     __m256i lanes_low = _mm256_loadu_si256((const __m256i *)copy->lanes);
     __m256i lanes_high = _mm256_loadu_si256((const __m256i *)(copy->lanes + 4)), low, high;
     int is_streaming = copy->is_streaming && (uintptr_t)to % 32 == 0;
     for (int64_t i = 0; i < STRIPES_PER_BLOCK; i++, from += STRIPE, to += STRIPE) {
-        __builtin_prefetch(from + PREFETCH_BYTES);
+        if (i * STRIPE + PREFETCH_BYTES < readable)
+            __builtin_prefetch(from + PREFETCH_BYTES);
         low = _mm256_loadu_si256((const __m256i *)from), high = _mm256_loadu_si256((const __m256i *)(from + 32));
         __asm__ volatile("" : "+x"(low), "+x"(high)); /* from here on these registers are the only source */
         if (is_streaming) {
@@ -247,6 +227,38 @@ WITH_AVX2 static void scatter_step_avx2(Copy *copy, char *to, const char *from) 
 }
 #endif
 
+/* Copy the next bytes of the wire from or to a place of the pool where they lie together. */
+static void copy_run(Copy *copy, char *pool, int64_t size) {
+    char *wire = copy->wire + copy->position, *to = copy->is_gather ? wire : pool;
+    const char *from = copy->is_gather ? pool : wire;
+    int64_t begun = copy->position % STRIPE, done = 0;
+    if (begun) {
+        done = size < STRIPE - begun ? size : STRIPE - begun;
+        memcpy(to, from, (size_t)done);
+        if (copy->algorithm && begun + done == STRIPE)
+            add_stripes(copy, wire - begun, 1);
+    }
+    while (done + STRIPE <= size) {
+        int64_t now = size - done < STEP_BYTES ? (size - done) / STRIPE * STRIPE : STEP_BYTES;
+#if defined(WITH_AVX2)
+        if (now == STEP_BYTES && has_step(copy, copy->position + done)) {
+            step_avx2(copy, to + done, from + done, size - done);
+            done += now;
+            continue;
+        }
+        if (copy->is_streaming && (uintptr_t)(to + done) % 32 == 0)
+            stream(to + done, from + done, now, size - done);
+        else
+#endif
+            memcpy(to + done, from + done, (size_t)now);
+        if (copy->algorithm)
+            add_stripes(copy, from + done, now / STRIPE);
+        done += now;
+    }
+    memcpy(to + done, from + done, (size_t)(size - done));
+    copy->position += size;
+}
+
 /* Copy the next bytes of the wire to a place of the pool where they lie together, and digest them: buffers without gaps only. */
 static void scatter_run(Copy *copy, char *pool, int64_t size) {
     for (int64_t now; size > 0; pool += now, size -= now, copy->position += now) {
@@ -255,9 +267,8 @@ static void scatter_run(Copy *copy, char *pool, int64_t size) {
         char *seen = copy->seen + STRIPE + begun;
         now = size < STEP_BYTES - begun ? size : STEP_BYTES - begun;
 #if defined(WITH_AVX2)
-        if (now == STEP_BYTES && copy->has_avx2 && copy->algorithm == XXH3 &&
-            copy->num_stripes + STRIPES_PER_BLOCK <= copy->max_stripes) {
-            scatter_step_avx2(copy, pool, from);
+        if (now == STEP_BYTES && has_step(copy, copy->position)) {
+            step_avx2(copy, pool, from, INT64_MAX);
             continue;
         }
 #endif
