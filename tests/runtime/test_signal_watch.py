@@ -243,6 +243,7 @@ def test_a_measured_loop_looks_itself_while_it_waits_for_messages_and_timers(mon
             ends.end(signal, 5)
             assert (await ends.next_scattered()).is_intact
         ends.watch.close(is_idle=True)
+        assert not any(ends.driver.contexts.values()), "each thread has its own context again"
         return queued_by
 
     queued_by = run_measured(main())
@@ -471,7 +472,7 @@ from transfer.copy.piece_copier import ScatterLaunch
 from transfer.receive.signal_watch import SignalWatch
 from transfer.transport.signals import SignalReader, SignalWriter
 target = HostWords(words)
-target.functions = (ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value,) * 5  # each returns 0
+target.functions = (ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value,) * 6  # each returns 0
 watch = SignalWatch(asyncio.new_event_loop(), lambda: None)
 watch.open(SignalReader(target))
 watch.begin(0, SignalReader(target))
@@ -524,7 +525,7 @@ words = mmap.mmap(-1, 8192)
 address = ctypes.addressof(ctypes.c_char.from_buffer(words))
 function = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
 for _ in range(10):
-    watch, is_used, is_closed = _signals.Watch((function,) * 5, 1.0), threading.Event(), threading.Event()
+    watch, is_used, is_closed = _signals.Watch((function,) * 6, 1.0), threading.Event(), threading.Event()
     watch.add(0, address, address, 0)
     for grant in range(20000):
         watch.arm(0, grant, 1, address, address, (), 0)

@@ -117,18 +117,21 @@ class HostDriver:
         """Returned by every launch from now on."""
         self.is_blocking = False
         """Whether a launch returns only when its stream is done, as the first launch of a kernel can."""
+        self.contexts: dict[int, list[int | None]] = {}
+        """Stack of contexts of each thread."""
         self.on_wait: Callable[[], None] = lambda: None
         """Called by the thread that queues a wait."""
         word, size, handle = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
         number = ctypes.c_uint
         kinds: list[tuple[Any, ...]] = [
             (handle,),
+            (handle,),
             (handle, word, word, number),
             (handle, *7 * [number], handle, handle, handle),
             (handle, word, size, handle),
             (handle, word, word, number),
         ]
-        calls: list[Any] = [self._set_context, self._wait, self._launch, self._copy_to_host, self._write]
+        calls: list[Any] = [self._push_context, self._pop_context, self._wait, self._launch, self._copy_to_host, self._write]
         self._kept = [ctypes.CFUNCTYPE(ctypes.c_int, *kind)(call) for kind, call in zip(kinds, calls, strict=True)]
         self.functions = tuple(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in self._kept)
         threading.Thread(target=self._run, name="host-driver", daemon=True).start()
@@ -163,7 +166,12 @@ class HostDriver:
             if not done:
                 time.sleep(0.0002)
 
-    def _set_context(self, context: int) -> int:
+    def _push_context(self, context: int | None) -> int:
+        self.contexts.setdefault(threading.get_ident(), []).append(context)
+        return 0
+
+    def _pop_context(self, place: int) -> int:
+        self.contexts[threading.get_ident()].pop()
         return 0
 
     def _wait(self, stream: int, address: int, value: int, flags: int) -> int:
@@ -200,7 +208,7 @@ class HostWords:
     def __init__(self, memory: Any, driver: HostDriver | None = None) -> None:
         self.words = memoryview(memory).cast("B").cast("Q")
         self.address = self.device_address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self.functions = (0,) * 5 if driver is None else driver.functions
+        self.functions = (0,) * 6 if driver is None else driver.functions
         self._memory = memory
 
     def write(self, stream: int, word: int, value: int) -> None:

@@ -188,7 +188,8 @@ static int end_limit(Limit *ended) {
 
 /* The functions of CUDA's driver API that queue a scatter. */
 typedef struct {
-    int (*set_context)(void *context);
+    int (*push_context)(void *context);
+    int (*pop_context)(void **context);
     int (*wait)(void *stream, uint64_t address, uint64_t value, unsigned flags);
     int (*launch)(void *kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads, unsigned, unsigned, unsigned shared_bytes,
                   void *stream, void **parameters, void **extra);
@@ -317,8 +318,10 @@ static int queue_launch(State *state, Launch *launch, uint64_t number) {
         return -1;
     launch->queued_ns = now_ns();
     launch->state = RUNS;
-    int error = driver->set_context(session->context);
-    if (error == 0 && num_first > 0)
+    int error = driver->push_context(session->context); /* the caller's thread can have another one */
+    if (error != 0)
+        return error;
+    if (num_first > 0)
         error = queue_wait(state, launch, HALF_ENDED);
     for (Py_ssize_t i = 0; error == 0 && i <= launch->num_kernels; i++) {
         if (i == num_first)
@@ -330,7 +333,9 @@ static int queue_launch(State *state, Launch *launch, uint64_t number) {
         error = driver->copy_to_host(launch->cell, launch->sum, sizeof *launch->cell, launch->stream);
     if (error == 0)
         error = driver->write(launch->stream, (uint64_t)(uintptr_t)(launch->cell + 1), number, WRITE_AFTER_ALL_BEFORE);
-    return error;
+    void *context;
+    int pop_error = driver->pop_context(&context);
+    return error != 0 ? error : pop_error;
 }
 
 static Launch *armed(State *state, const Session *session, uint64_t grant) {
@@ -883,9 +888,10 @@ static PyObject *method_has_reports(PyObject *self, PyObject *Py_UNUSED(unused))
 static PyObject *method_fileno(PyObject *self, PyObject *Py_UNUSED(unused)) { return PyLong_FromLong(((Watch *)self)->state->event_fd); }
 
 static PyObject *watch_new(PyTypeObject *type, PyObject *arguments, PyObject *Py_UNUSED(keywords)) {
-    unsigned long long functions[5];
+    unsigned long long functions[6];
     double limit_s;
-    if (!PyArg_ParseTuple(arguments, "(KKKKK)d", functions, functions + 1, functions + 2, functions + 3, functions + 4, &limit_s))
+    if (!PyArg_ParseTuple(arguments, "(KKKKKK)d", functions, functions + 1, functions + 2, functions + 3, functions + 4, functions + 5,
+                          &limit_s))
         return NULL;
     State *state = calloc(1, sizeof *state);
     if (state == NULL)

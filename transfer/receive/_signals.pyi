@@ -7,7 +7,8 @@ class Watch:
     One thread calls the methods. Inside `with`, no scatter is queued and no report is made.
 
     Args:
-        functions: Addresses of cuCtxSetCurrent, cuStreamWaitValue64, cuLaunchKernel, cuMemcpyDtoHAsync and cuStreamWriteValue64.
+        functions: Addresses of cuCtxPushCurrent, cuCtxPopCurrent, cuStreamWaitValue64, cuLaunchKernel, cuMemcpyDtoHAsync
+            and cuStreamWriteValue64.
         limit_s: Maximum time that a stream waits for the end of a gather.
 
     Raises:

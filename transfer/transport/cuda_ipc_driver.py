@@ -138,7 +138,8 @@ def _stream_functions() -> tuple[int, ...]:
     Raises:
         CudaError: The driver does not have them.
     """
-    names = ("cuCtxSetCurrent", "cuStreamWaitValue64_v2", "cuLaunchKernel", "cuMemcpyDtoHAsync_v2", "cuStreamWriteValue64_v2")
+    contexts = "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"
+    names = (*contexts, "cuStreamWaitValue64_v2", "cuLaunchKernel", "cuMemcpyDtoHAsync_v2", "cuStreamWriteValue64_v2")
     try:
         library = ctypes.CDLL("libcuda.so.1")
         return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names)
