@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 _RESULTS: Final = ROOT / "bench" / "results"
-DIRECT: Final = _RESULTS / "2026-11-30-two-h200-pool-to-pool.json"
+DIRECT: Final = _RESULTS / "2026-11-30-two-h200-polled.json"
 OTHERS: Final = _RESULTS / "2026-11-29-two-h200-pool-to-pool-before.json"
 PICTURE: Final = ROOT / "docs" / "images" / "performance.svg"
 
