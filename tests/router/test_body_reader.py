@@ -33,6 +33,7 @@ def all_by_process(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
         return made[-1]
 
     monkeypatch.setattr(body_reader, "MAX_LIGHT_VALUES", 0)
+    monkeypatch.setattr(body_reader, "SMALL_BYTES", -1)
     monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
     return made
 
@@ -46,6 +47,14 @@ def all_by_process(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
 )
 def test_what_clients_send_is_read_on_the_loop(content: bytes) -> None:
     assert is_light(content)
+
+
+@pytest.mark.parametrize("value", ["1e1:", "1e1,", "1e1", ":", ",", ".", "1"])
+def test_a_small_body_is_light_without_its_weight(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = (value * body_reader.SMALL_BYTES)[: body_reader.SMALL_BYTES - 200].encode() + b"[" * 200
+    assert is_light(body) and not is_light(body.replace(value.encode(), b"[" * len(value)))
+    monkeypatch.setattr(body_reader, "SMALL_BYTES", -1)
+    assert is_light(body)
 
 
 @pytest.mark.parametrize("value", ["1", "1.5", "12345678901234567e-300", "[]", "{}", '""', '{"a": [1]}'])
