@@ -167,7 +167,7 @@ class WaitingGrants(Generic[_S, _T]):
     def __init__(self, blocker_of: Callable[[_S], int | None], num_steps: Callable[[], int] = lambda: 0) -> None:
         self._blocker_of = blocker_of
         self._num_steps = num_steps
-        self._last_step = LOOK_STEPS  # of this turn
+        self._last_step: int | None = None  # of this turn; None before its first look
         self._later: dict[int, None] = {}  # those that no turn has had the steps for, in order
         self._items: dict[int, tuple[_S, _T]] = {}  # by grant.begin, as everything here
         self._blockers: dict[int, int] = {}  # of those that wait
@@ -192,8 +192,8 @@ class WaitingGrants(Generic[_S, _T]):
 
     def begin_turn(self) -> None:
         """Begin another turn with looks at the grants that earlier turns left."""
-        self._last_step = self._num_steps() + LOOK_STEPS
-        while self._later and self._num_steps() < self._last_step:
+        self._last_step = None
+        while self._later and self._may_look():
             name = next(iter(self._later))
             del self._later[name]
             self._look(self._items[name][0])
@@ -234,8 +234,14 @@ class WaitingGrants(Generic[_S, _T]):
     def _is_free(self, name: int) -> bool:
         return name in self._items and name not in self._blockers and name not in self._later
 
+    def _may_look(self) -> bool:
+        """Whether this turn has steps left."""
+        if self._last_step is None:
+            self._last_step = self._num_steps() + LOOK_STEPS
+        return self._num_steps() < self._last_step
+
     def _look(self, grant: _S) -> None:
-        if self._num_steps() >= self._last_step:
+        if not self._may_look():
             self._later[grant.begin] = None
             return
         blocker = self._blocker_of(grant)

@@ -110,7 +110,7 @@ async def all_ended(pair: Pair) -> None:
         while not loop.is_idle:
             await asyncio.sleep(_LOOK_S)
         assert not loop._awaited and not loop._to_arm and not loop._signalled  # noqa: SLF001
-        assert loop._watch.is_idle and not loop._watch.num_armed  # noqa: SLF001
+        assert loop._watch.is_idle and not loop._watch.armed  # noqa: SLF001
 
 
 async def all_closed(words: list[HostWords]) -> None:
@@ -229,9 +229,9 @@ async def test_no_scatter_is_queued_once_the_stream_of_a_closed_session_is_given
         pair.compute("0", 0)
         request = pair.pair.begin("0", num_tokens=TOKENS, **pair.tables(0))
         receiver = loops_of(pair)[0]
-        while not receiver._watch.num_armed:  # noqa: SLF001
+        while not receiver._watch.armed:  # noqa: SLF001
             await asyncio.sleep(_LOOK_S)
-        session, grants = next(iter(receiver._sessions)), list(receiver._watch._armed)  # noqa: SLF001
+        session, grants = next(iter(receiver._sessions)), list(receiver._watch.armed)  # noqa: SLF001
         words, total = receiver._sessions[session].signal_reader.words, ctypes.c_uint64()  # type: ignore[union-attr]  # noqa: SLF001
         writer = SignalWriter(words)
 
@@ -268,7 +268,7 @@ async def test_a_scatter_that_cannot_be_queued_ends_the_rank() -> None:
             while not crashes:
                 await asyncio.sleep(_LOOK_S)
             for loop in loops_of(pair):  # the device can still write these pages, so they stay in use
-                assert loop._watch._launches.keys() - loop._watch._armed.keys() == loop._signalled.keys()  # noqa: SLF001
+                assert loop._watch._launches.keys() - loop._watch.armed.keys() == loop._signalled.keys()  # noqa: SLF001
             SignallingQueue.driver.status = 0
             request.cancel("the rank ends")
     assert "CUDA's driver returned error 700" in str(crashes[0])

@@ -315,7 +315,7 @@ class ReceiverLoop:
         """Let the machine handle an event. Meanwhile, signals queue no scatter. Afterwards, they can queue only scatters that the
         machine still awaits. So the machine knows of every scatter.
         """
-        if not self._watch.num_armed:
+        if not self._watch.armed:
             return self._receiver.handle(event, now_s)
         actions: list[protocol.Action] = []
         with self._watch.gate:
@@ -344,7 +344,7 @@ class ReceiverLoop:
 
     def _arm_next(self) -> None:
         """Arm the scatters of prepared pieces, in the order of their preparation."""
-        while self._to_arm and self._watch.num_armed < MAX_ARMED:
+        while self._to_arm and len(self._watch.armed) < MAX_ARMED:
             grant = next(iter(self._to_arm))
             piece = self._to_arm.pop(grant)
             copy = self._prepared.get(piece.request_id, {}).get(grant)

@@ -61,14 +61,10 @@ class SignalWatch:
         self._on_report = on_report
         self._watch: Watch | None = None
         self._readers: dict[int, SignalReader] = {}
-        self._armed: dict[int, int] = {}  # grant -> session
+        self.armed: dict[int, int] = {}
+        """By grant, the session of each scatter that can be queued at any moment."""
         # Of armed and queued scatters. The words stay mapped until no stream waits for them.
         self._launches: dict[int, tuple[ScatterLaunch, SignalReader]] = {}
-
-    @property
-    def num_armed(self) -> int:
-        """Number of scatters that can be queued at any moment."""
-        return len(self._armed)
 
     @property
     def is_idle(self) -> bool:
@@ -130,7 +126,7 @@ class SignalWatch:
         assert self._watch is not None
         places = launch.stream, launch.sum_address, launch.cell_address
         if self._watch.arm(session, grant, *places, launch.kernels, launch.num_first):
-            self._armed[grant] = session
+            self.armed[grant] = session
             self._launches[grant] = (launch, self._readers[session])
         else:
             launch.give_back()
@@ -144,16 +140,16 @@ class SignalWatch:
     def take_queued(self) -> list[tuple[int, int]]:
         """Return the session and grant of each scatter that was queued since the last call."""
         assert self._watch is not None
-        return [(self._armed.pop(grant), grant) for grant in self._watch.take_queued()]
+        return [(self.armed.pop(grant), grant) for grant in self._watch.take_queued()]
 
     def disarm_unless(self, is_awaited: Callable[[int, int], bool]) -> None:
         """Disarm the scatters for whose session and grant the function returns False. Call it inside the gate, after
         `take_queued`."""
         assert self._watch is not None
-        for grant, session in list(self._armed.items()):
+        for grant, session in list(self.armed.items()):
             if not is_awaited(session, grant):
                 self._watch.disarm(grant)
-                del self._armed[grant]
+                del self.armed[grant]
                 self._launches.pop(grant)[0].give_back()
 
     def take_ended(self) -> tuple[list[Scattered], list[Gathered]]:
