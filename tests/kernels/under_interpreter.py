@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.kernels.kernel_cases import Case, assert_agrees
+from tests.kernels.kernel_cases import Case, assert_agrees, assert_same_pools
 from tests.kernels.page_cases import PageCase, Side, assert_moves
 from transfer.copy import add_digest
 from transfer.copy.device_page_mover import DevicePageMovement
 from transfer.copy.digest import DIGEST_WORDS, digest
 from transfer.copy.head_slice import TritonCopier, Tuning
 from transfer.copy.kernel_choice import triton_defect
+from transfer.copy.launch import Launcher, current_stream
 from transfer.layout import DType, KVLayout, LayerSpec, Range, Shard, TokenOrder
+from transfer.pool.kv_pool import PagedKVPool
 
 
 @pytest.mark.parametrize("wire_dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3], ids=["copied", "narrowed"])
@@ -87,6 +91,48 @@ def test_a_plan_is_gathered_in_halves() -> None:
     assert torch.equal(halves[:first], whole[:first]) and (halves[first:] == 7).all()
     plan.gather_half(1, pages, halves, first_page=0, digest=total)
     assert torch.equal(halves, whole) and torch.equal(found, total)
+
+
+def test_scatters_in_halves_write_what_the_whole_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half runs before the wire has the second. If it runs before its own bytes arrive, the digest differs."""
+    layers = [LayerSpec(num_kv_heads=3, k_head_dim=16, v_head_dim=16)] + [
+        LayerSpec(num_kv_heads=3, k_head_dim=16, v_head_dim=0)
+    ] * 3
+    case = Case(
+        layout=KVLayout(layers=tuple(layers), dtype=DType.BFLOAT16),
+        shard=Shard(page_size=4, order=TokenOrder.HND),
+        num_pages=5,
+        heads=Range(begin=1, end=3),
+        wire_dtype=DType.FLOAT8_E4M3,
+        pages=(4, 0, 2),
+        tokens=Range(begin=3, end=11),
+        num_tokens=11,
+        first_page=2,
+        scales={(0, True): 0.37, (1, False): 4.0, (3, False): 0.5},
+    )
+    halved, table, wire = partial(TritonCopier, tuning=Tuning(halved_bytes=0)), case.table("cpu"), case.wire("cpu")
+    case.plan(TritonCopier, case.pool("cpu", seed=1)).gather(table, wire, first_page=2)
+    stream = current_stream(wire.device)
+    monkeypatch.setattr(Launcher, "launch_of", lambda launcher, *how: partial(launcher, stream, *how))
+    found: list[tuple[PagedKVPool, Tensor]] = []
+    for kind in ("whole", "halves", "early"):
+        pool, total = case.pool("cpu", seed=2), torch.zeros(1, dtype=torch.int64)
+        plan, source = case.plan(halved, pool), torch.zeros_like(wire)
+        launches: Any = plan.scatter_kernels(table, source, first_page=2, digest=total)
+        assert len(plan.buffers) == 5 and len(launches) == 2
+        second = plan.buffers[2].offset_bytes
+        if kind == "halves":
+            source[:second] = wire[:second]
+        if kind == "whole":
+            plan.scatter(table, wire, first_page=2, digest=total)
+        else:
+            launches[0]()
+            source.copy_(wire)
+            launches[1]()
+        found.append((pool, total))
+    (whole, digest_of_whole), (pool, total), (_, early) = found
+    assert_same_pools(pool, whole)
+    assert torch.equal(total, digest_of_whole) and not torch.equal(early, digest_of_whole)
 
 
 def test_words_are_summed() -> None:
