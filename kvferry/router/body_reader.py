@@ -20,7 +20,7 @@ from kvferry.router.openai_body import check_body, load_body, parse_body
 
 MAX_LIGHT_VALUES: Final = 200_000
 """Weight above which a separate process parses a body. The loop parses a lighter body in three turns, each of at most 50 ms of
-CPU time. 131,072 token ids are lighter."""
+CPU time, and a small one in one turn. 131,072 token ids are lighter."""
 
 BYTES_PER_VALUE: Final = 16  # number of bytes that take as long to parse as a small integer
 MAX_PROCESSES: Final = 2
