@@ -239,7 +239,9 @@ static void copy_run(Copy *copy, char *pool, int64_t size) {
             add_stripes(copy, wire - begun, 1);
     }
     while (done + STRIPE <= size) {
-        int64_t now = size - done < STEP_BYTES ? (size - done) / STRIPE * STRIPE : STEP_BYTES;
+        int64_t now = STEP_BYTES - (copy->position + done) % STEP_BYTES; /* a step ends with a block of XXH3 */
+        if (now > size - done)
+            now = (size - done) / STRIPE * STRIPE;
 #if defined(WITH_AVX2)
         if (now == STEP_BYTES && has_step(copy, copy->position + done)) {
             step_avx2(copy, to + done, from + done, size - done);
