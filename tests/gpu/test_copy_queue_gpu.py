@@ -121,10 +121,6 @@ def signal_ends() -> tuple[SignalWriter, SignalReader]:
     return SignalWriter(words), SignalReader(words)
 
 
-def writer_words(writer: SignalWriter) -> memoryview:
-    return writer._words.words  # noqa: SLF001
-
-
 class Target:
     """A queue of scatters, and the watch of one session, which is its peer 1."""
 
@@ -187,7 +183,7 @@ async def test_a_scatter_is_queued_while_its_gather_waits_for_the_engine(
         assert signal.is_sent and target.ends.empty()  # the engine is not done
         ended = await target.next()
         found = digest(wire.cpu().numpy(), DIGEST_WORDS)
-        assert bool(writer_words(writer)[8 * grant + 6]) == has_halves
+        assert bool(reader.words.words[8 * grant + 6]) == has_halves
         if grant == 4:
             assert ended == Gathered(session=1, grant=grant, digest=found)
         else:

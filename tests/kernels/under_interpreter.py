@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -63,22 +64,32 @@ def test_converted_heads_are_digested_in_the_same_pass(pair: tuple[DType, DType]
     assert_agrees(case, in_small_tiles, has_kernels=True)
 
 
-def test_a_plan_is_gathered_in_halves() -> None:
-    """Five buffers, some scaled. Together, the halves write the bytes of the plan and have its digest."""
-    layers = [LayerSpec(num_kv_heads=3, k_head_dim=16, v_head_dim=16)] * 2 + [
-        LayerSpec(num_kv_heads=3, k_head_dim=16, v_head_dim=0)
-    ]
-    case = Case(
-        layout=KVLayout(layers=tuple(layers), dtype=DType.BFLOAT16),
-        shard=Shard(page_size=4),
+def five_buffers(
+    *,
+    v_head_dims: Sequence[int],
+    scales: Mapping[tuple[int, bool], float],
+    order: TokenOrder = TokenOrder.NHD,
+    first_page: int = 0,
+) -> Case:
+    """Return a case of layers with these sizes of V, of which 0 is no buffer. Elements are narrowed to 8 bits."""
+    layers = tuple(LayerSpec(num_kv_heads=3, k_head_dim=16, v_head_dim=dim) for dim in v_head_dims)
+    return Case(
+        layout=KVLayout(layers=layers, dtype=DType.BFLOAT16),
+        shard=Shard(page_size=4, order=order),
         num_pages=5,
         heads=Range(begin=1, end=3),
         wire_dtype=DType.FLOAT8_E4M3,
         pages=(4, 0, 2),
         tokens=Range(begin=3, end=11),
         num_tokens=11,
-        scales={(0, True): 0.37, (1, True): 4.0, (2, False): 0.5},
+        first_page=first_page,
+        scales=scales,
     )
+
+
+def test_a_plan_is_gathered_in_halves() -> None:
+    """Five buffers, some scaled. Together, the halves write the bytes of the plan and have its digest."""
+    case = five_buffers(v_head_dims=(16, 16, 0), scales={(0, True): 0.37, (1, True): 4.0, (2, False): 0.5})
     pool, pages = case.pool("cpu", seed=1), torch.tensor(case.pages)
     assert not case.plan(TritonCopier, pool).can_halve, "a small plan is not worth it"
     plan = case.plan(partial(TritonCopier, tuning=Tuning(halved_bytes=0)), pool)
@@ -95,21 +106,8 @@ def test_a_plan_is_gathered_in_halves() -> None:
 
 def test_scatters_in_halves_write_what_the_whole_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first half runs before the wire has the second. If it runs before its own bytes arrive, the digest differs."""
-    layers = [LayerSpec(num_kv_heads=3, k_head_dim=16, v_head_dim=16)] + [
-        LayerSpec(num_kv_heads=3, k_head_dim=16, v_head_dim=0)
-    ] * 3
-    case = Case(
-        layout=KVLayout(layers=tuple(layers), dtype=DType.BFLOAT16),
-        shard=Shard(page_size=4, order=TokenOrder.HND),
-        num_pages=5,
-        heads=Range(begin=1, end=3),
-        wire_dtype=DType.FLOAT8_E4M3,
-        pages=(4, 0, 2),
-        tokens=Range(begin=3, end=11),
-        num_tokens=11,
-        first_page=2,
-        scales={(0, True): 0.37, (1, False): 4.0, (3, False): 0.5},
-    )
+    scales = {(0, True): 0.37, (1, False): 4.0, (3, False): 0.5}
+    case = five_buffers(v_head_dims=(16, 0, 0, 0), scales=scales, order=TokenOrder.HND, first_page=2)
     halved, table, wire = partial(TritonCopier, tuning=Tuning(halved_bytes=0)), case.table("cpu"), case.wire("cpu")
     case.plan(TritonCopier, case.pool("cpu", seed=1)).gather(table, wire, first_page=2)
     stream = current_stream(wire.device)

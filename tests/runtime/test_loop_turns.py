@@ -122,7 +122,7 @@ def test_a_loops_turn_is_the_time_between_two_calls_of_its_selector(clocks: Cloc
 
 
 class FaultyPoller:
-    """Waits if it is told to, and then finds something that cannot be handled."""
+    """Wait once if `is_near` is set. `handle` raises `error`."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error

@@ -267,24 +267,26 @@ def test_threads_that_start_after_a_poll_sleep_as_long_as_others() -> None:
 
 async def test_a_queued_gather_that_does_not_begin_is_near_for_a_second_only(patient: Ends) -> None:
     """Its writer can hang for minutes. A loop that polled meanwhile would take half of a core."""
-    watch, fd = patient.watch, os.eventfd(0)
+    waiting, hanging, fd = patient, Ends(1), os.eventfd(0)
 
-    def is_near() -> bool:
-        return any([watch.wait(fd, 0.001) for _ in range(5)])  # it returns False if the thread looks at this moment
+    def is_near(ends: Ends) -> bool:
+        return any([ends.watch.wait(fd, 0.001) for _ in range(5)])  # it returns False if the thread looks at this moment
 
-    watch.begin(0, patient.readers[0])
-    await asyncio.sleep(1.2)  # a grant can wait for long
-    assert not is_near()
-    patient.words[0][8] = 1
-    assert is_near()
+    for ends in (waiting, hanging):
+        ends.watch.begin(0, ends.readers[0])
+    hanging.words[0][8] = 1
+    assert is_near(hanging)
     await asyncio.sleep(1.2)
-    watch.begin(0, patient.readers[0])
+    hanging.watch.begin(0, hanging.readers[0])
     await asyncio.sleep(0.01)
-    assert not is_near()
-    assert patient.gather(8, 5)
-    assert await patient.next_gathered() == Gathered(session=0, grant=8, digest=5)
+    assert not is_near(hanging) and not is_near(waiting)
+    waiting.words[0][8] = 1  # its grant has waited as long
+    assert is_near(waiting)
+    assert hanging.gather(8, 5)
+    assert await hanging.next_gathered() == Gathered(session=0, grant=8, digest=5)
     os.close(fd)
-    watch.close(is_idle=True)
+    for ends in (waiting, hanging):
+        ends.watch.close(is_idle=True)
 
 
 async def test_inside_the_gate_no_scatter_is_queued_and_a_disarmed_one_never(patient: Ends) -> None:
