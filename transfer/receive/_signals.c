@@ -1,4 +1,4 @@
-/* Signals of writers' streams, at the target: looks at their words, and scatters that are queued behind them.
+/* Look at the signals of writers' streams, and queue the scatters behind them.
  *
  * The layout of the words is that of transfer/transport/signals.py. A look needs no GIL, which an engine can hold for milliseconds.
  * If the scatter of a gather was prepared (`arm`), a look queues it when the gather begins, behind the word that reports the end of the
