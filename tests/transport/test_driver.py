@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -235,6 +236,8 @@ class _ArmedLate:
         self.is_done |= moved
         return moved
 
+    needs_polling = False
+
     def arm(self) -> bool:
         self.arms += 1
         if self.arms == 1:
@@ -252,6 +255,55 @@ async def test_an_event_between_progress_and_arm_is_not_lost() -> None:
     driver.add(session)
     await driver.wait(session, session, deadline_s=60)
     assert session.arms >= 1
+    driver.remove(session)
+    os.close(session.read_end)
+    os.close(session.write_end)
+
+
+class _PolledForAWhile(_ArmedLate):
+    """A session like `ucx` during copies of 0.1 s between GPUs: its descriptor is readable, and must not be armed before the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arms = 1
+        self.num_looks = 0
+        self.ends_s: float | None = None
+        self.is_armed_early = False
+
+    @property
+    def needs_polling(self) -> bool:  # type: ignore[override]
+        return self.ends_s is not None
+
+    def begin(self) -> None:
+        self.ends_s, self.is_done = time.monotonic() + 0.1, False
+        os.write(self.write_end, b"arrived")
+
+    def progress(self) -> bool:
+        self.num_looks += 1
+        if self.ends_s is not None and time.monotonic() >= self.ends_s:
+            self.ends_s, self.is_done = None, True
+        return False
+
+    def arm(self) -> bool:
+        self.is_armed_early |= self.ends_s is not None
+        if select.select([self.read_end], [], [], 0)[0]:
+            os.read(self.read_end, 100)
+        return super().arm()
+
+
+async def test_a_session_that_needs_polling_is_not_armed_and_then_sleeps_again() -> None:
+    session: Any = _PolledForAWhile()
+    driver = SessionDriver(asyncio.get_running_loop())
+    driver.add(session)
+    for _ in range(2):
+        num_arms, session.is_done = session.arms, False
+        waiting = asyncio.ensure_future(driver.wait(session, session, deadline_s=60))
+        while session.arms == num_arms:
+            await asyncio.sleep(0)
+        session.begin()  # the descriptor wakes the loop
+        await waiting
+    assert not session.is_armed_early
+    assert session.num_looks < 2000, "some hundred looks with pauses; without pauses they are ten thousand"
     driver.remove(session)
     os.close(session.read_end)
     os.close(session.write_end)

@@ -180,6 +180,12 @@ class Session(Protocol):
         """Ask `fileno()` to wake up; False when `progress()` must be called first."""
         ...
 
+    @property
+    def needs_polling(self) -> bool:
+        """Whether `progress()` must be called from time to time although there is a descriptor, because `arm()` would delay what
+        is under way."""
+        ...
+
     def close(self) -> None:
         """End the session; see "Proof of death" above. May be called twice. May take tens of milliseconds."""
         ...

@@ -92,6 +92,7 @@ class _Driven:
 
     session: Session
     fd: int | None
+    is_listening: bool = False  # whether the loop waits for the descriptor
     watches: list[Watch] = field(default_factory=list)
     is_scheduled: bool = False
     timer: _FineTimer | None = None  # timer of a session without a descriptor
@@ -130,7 +131,7 @@ class SessionDriver:
                 if other is not driven and other.fd == driven.fd:
                     other.fd = None
             self._loop.remove_reader(driven.fd)
-            self._loop.add_reader(driven.fd, self._pump, driven)
+            self._listen(driven, driven.fd)
         self._schedule(driven)
 
     @property
@@ -202,6 +203,10 @@ class SessionDriver:
             raise LocalProtocolError(f"session {session.lane} is not driven here; add() it first")
         return driven
 
+    def _listen(self, driven: _Driven, fd: int) -> None:
+        self._loop.add_reader(fd, self._pump, driven)
+        driven.is_listening = True
+
     def _schedule(self, driven: _Driven) -> None:
         if not driven.is_scheduled:
             driven.is_scheduled = True
@@ -233,7 +238,11 @@ class SessionDriver:
                     self._schedule(driven)
                     return
                 continue
-            if driven.fd is None:
+            if driven.fd is None or (driven.watches and session.needs_polling):
+                if driven.is_listening and driven.fd is not None:
+                    # Until it is armed again, the descriptor can stay readable.
+                    self._loop.remove_reader(driven.fd)
+                    driven.is_listening = False
                 self._look_again_later(driven)
                 return
             if self._spin_s > 0.0 and driven.watches:
@@ -242,13 +251,15 @@ class SessionDriver:
                 if now < spin_until:
                     continue
             if session.arm():
+                if not driven.is_listening:
+                    self._listen(driven, driven.fd)
                 return
             if time.perf_counter() >= ends_at:
                 self._schedule(driven)  # a descriptor that cannot be armed must not hold the loop
                 return
 
     def _look_again_later(self, driven: _Driven) -> None:
-        """Schedule the next look at a session without a descriptor: at once at first, then after growing pauses."""
+        """Schedule the next look at a session that is polled: at once at first, then after growing pauses."""
         if not driven.watches:
             driven.waiting_since = None
             return

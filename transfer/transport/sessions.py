@@ -130,6 +130,10 @@ class PeerSession(Generic[_MemoryT]):
     def arm(self) -> bool:
         return True
 
+    @property
+    def needs_polling(self) -> bool:
+        return False
+
     def _checked_source(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> _MemoryT:
         """Return the source of a write.
 

@@ -151,6 +151,12 @@ class UcxSession(PeerSession[Memory]):
     def arm(self) -> bool:
         return self._is_closed or bool(self._worker.arm())
 
+    @property
+    def needs_polling(self) -> bool:
+        # To wake the descriptor at the end of a copy between GPUs, UCX queues a host function (cuLaunchHostFunc) behind the
+        # copies of its stream. The next copy waits until a thread of the driver has called it.
+        return any(receive.memory is not None and receive.memory.is_device for receive in self._receives)
+
     def close(self) -> None:
         if self._worker is None:
             return
