@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ from embedded_engine.recurrent_state import NEEDED_TRANSFORMERS
 from kvferry.demo.model import make_demo_model
 from tests.embedded_engine.families import make_family
 from tests.embedded_engine.steps import Directory
+
+# By default, CUDA maps all streams of a process to 8 queues of the device, and a stream waits for the others of its queue. Tests
+# look at a stream while another one is busy.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 GATED_DELTA_NETS = {"qwen3_next", "qwen3_next_moe", "hybrid"}
 """Families, and the kind of the demo model."""

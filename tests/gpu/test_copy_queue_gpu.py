@@ -269,6 +269,26 @@ async def test_a_gather_without_a_step_to_wait_for_sends_no_signal() -> None:
     assert side.queue.close(5)
 
 
+async def test_a_gather_behind_another_sends_a_signal() -> None:
+    """Its message would follow only after its end, like that of a gather that waits for the engine."""
+    side = Side.open("gather", Kernels.TRITON)
+    wires, (writer, _) = [side.wire(), side.wire()], signal_ends()
+    await gathered(side, wires[0], None)  # compiled
+    fired, computed = torch.cuda.Event(), torch.cuda.Event()
+    fired.record()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(BUSY_CYCLES)  # noqa: SLF001
+    computed.record()
+    signals = [writer.of(8), writer.of(16)]
+    ends = [
+        asyncio.ensure_future(gathered(side, wire, after, signal))
+        for wire, after, signal in zip(wires, (computed, fired), signals, strict=True)
+    ]
+    await asyncio.gather(*ends)
+    assert all(signal.is_sent for signal in signals)
+    assert side.queue.close(5)
+
+
 async def test_streams_of_copies_are_nobody_elses() -> None:
     """torch hands out 32 streams in turn."""
     side = Side.open("gather", Kernels.TRITON)

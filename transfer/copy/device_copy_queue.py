@@ -113,9 +113,9 @@ class DeviceCopyQueue:
         signal: GatherSignal | None = None,
     ) -> None:
         def launch(peer_stream: _PeerStream) -> None:
-            # If the gather begins at once, its message arrives before the target's next look at the signal.
             is_pending = isinstance(after, torch.cuda.Event) and not after.query()
-            sent = signal if is_pending else None
+            # If the gather begins at once, its message arrives before the target's next look at the signal.
+            sent = signal if is_pending or peer_stream.num_queued > 0 else None
             if is_pending and not isinstance(out, Tensor):
                 self._wake_link(peer_stream, out)
 
