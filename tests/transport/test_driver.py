@@ -261,7 +261,7 @@ async def test_an_event_between_progress_and_arm_is_not_lost() -> None:
 
 
 class _PolledForAWhile(_ArmedLate):
-    """A session like `ucx` during copies of 0.1 s between GPUs: its descriptor is readable, and must not be armed before the end."""
+    """A session like `ucx` during copies of 0.1 s between GPUs: its descriptor is readable, and armed only afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
