@@ -123,6 +123,7 @@ def compile_kernels(picker: PagePicker, setting: Setting, heads: Range) -> None:
     pages = torch.arange(pool.num_pages[0], device=pool.device)
     total = torch.zeros(1, dtype=torch.int64, device=pool.device)
     plan.gather(pages, wire, digest=total)
+    plan.compile(wire.data_ptr(), has_digest=True, is_gather=True, is_direct=True)
     plan.scatter(pages, wire, digest=total)
     torch.cuda.synchronize(pool.device)
 

@@ -201,7 +201,7 @@ async def test_the_link_is_woken_before_the_engine_is_done() -> None:
     wires = [source.wire(), source.wire()]
     device = source.pool.device.index
     rings = [SimpleNamespace(device_index=device, data_ptr=wire.data_ptr, numel=wire.numel) for wire in wires]
-    await gathered(source, wires[0], None)  # compiled
+    await gathered(source, rings[0], None)  # compiled
     other = torch.cuda.Stream()  # before the engine is busy: the first one waits for the device
     for wire in wires:
         wire.fill_(1)

@@ -19,6 +19,7 @@ from transfer.copy.page_kernel import copy_segments
 from transfer.copy.words import sum_words
 
 COPY: dict[str, Any] = {
+    "num_buffers": None,
     "ROW": 64,
     "HEADS": 1,
     "PIECE": 64,
@@ -60,7 +61,7 @@ WIDEN = {**NARROW, "IS_GATHER": False, "SOURCE_KIND": "float8_e4m3fn", "TARGET_K
 
 
 def compiled(kernel: Any, constants: dict[str, Any], capability: int, num_warps: int = 4) -> Any:
-    types = {"first_piece": "i32", "end_piece": "i32"}
+    types = {"first_piece": "i32", "end_piece": "i32", "num_buffers": "i32"}
     names: list[str] = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i64") for name in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs={(names.index(name),): constants[name] for name in constants})
@@ -95,12 +96,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def check_copy(shape: str, *, has_digest: bool, is_gather: bool, capability: int) -> None:
-    """It moves 16 bytes at a time, and adds the words of a program to a digest once."""
+def check_copy(shape: str, *, has_digest: bool, is_gather: bool, capability: int, has_few_programs: bool = False) -> None:
+    """It moves 16 bytes at a time, and adds the words of a program to a digest once: behind the loop, if there is one."""
     constants = {**COPY, **SHAPES[shape], "HAS_DIGEST": has_digest, "IS_GATHER": is_gather}
-    text = ptx(copy_pieces, constants, capability)
+    if has_few_programs:
+        del constants["num_buffers"]
+    assembly = compiled(copy_pieces, constants, capability).asm
+    text, *loops = assembly["ptx"], *re.findall(r"scf\.for.*?\n    }", assembly["ttgir"], re.DOTALL)
     assert widths(text, "ld") == widths(text, "st") == {16}
     assert text.count("atom.global") == int(has_digest)
+    assert len(loops) == int(has_few_programs) and not any("atomic" in loop for loop in loops)
 
 
 def check_registers(shape: str, folder: Path, *, has_digest: bool, is_gather: bool) -> None:

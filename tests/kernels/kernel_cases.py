@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier
+from transfer.copy.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory
 from transfer.copy.digest import DIGEST_WORDS, DIGEST_XXH3, WORD_BYTES, HostDigest
 from transfer.copy.digest import digest as digest_of
 from transfer.copy.torch_copy import TorchCopier, words_sum
@@ -156,6 +158,11 @@ def tensors(pool: PagedKVPool) -> list[Tensor]:
     return [
         pool.buffer(layer, is_v=is_v) for layer in pool.layers for is_v in (False, True)[: pool.layout.layers[layer].num_buffers]
     ]
+
+
+def address_only(wire: Tensor) -> WireMemory:
+    """Return the memory of a wire as that of a peer is given."""
+    return cast(WireMemory, SimpleNamespace(data_ptr=wire.data_ptr, numel=wire.numel))
 
 
 def assert_same_pools(left: PagedKVPool, right: PagedKVPool) -> None:

@@ -31,6 +31,10 @@ def test_copies_move_16_bytes_at_a_time_with_few_registers(is_gather: bool, tmp_
     check_registers("heads", tmp_path, has_digest=True, is_gather=is_gather)
 
 
+def test_few_programs_add_to_the_digest_once() -> None:
+    check_copy("heads", has_digest=True, is_gather=True, capability=90, has_few_programs=True)
+
+
 def test_conversions_use_the_devices_own_instructions_where_it_has_them() -> None:
     check_conversion(NARROW)
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.kernel_cases import Case, assert_agrees, assert_same_pools
+from tests.kernels.kernel_cases import Case, address_only, assert_agrees, assert_same_pools
 from tests.kernels.page_cases import PageCase, Side, assert_moves
 from transfer.copy import add_digest
 from transfer.copy.device_page_mover import DevicePageMovement
 from transfer.copy.digest import DIGEST_WORDS, digest
 from transfer.copy.head_slice import TritonCopier, Tuning
 from transfer.copy.kernel_choice import triton_defect
-from transfer.copy.launch import Launcher, current_stream
+from transfer.copy.launch import Launcher, Stream, current_stream
 from transfer.layout import DType, KVLayout, LayerSpec, Range, Shard, TokenOrder
 from transfer.pool.kv_pool import PagedKVPool
 
@@ -87,21 +87,41 @@ def five_buffers(
     )
 
 
-def test_a_plan_is_gathered_in_halves() -> None:
-    """Five buffers, some scaled. Together, the halves write the bytes of the plan and have its digest."""
+@pytest.mark.parametrize(
+    ("peer_programs", "grids"),
+    [(0, [(3, 5, 1), (3, 2, 1), (3, 3, 1)]), (4, [(4, 1, 1)] * 3), (64, [(15, 1, 1)] * 3)],
+    ids=["one per tile", "few", "some without a tile"],
+)
+def test_a_plan_is_gathered_into_a_peers_memory_and_in_halves(
+    peer_programs: int, grids: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five buffers of three tiles, some scaled. Together, the halves write the bytes of the plan and have its digest."""
+    honest, found_grids = Launcher.__call__, list[tuple[int, int, int]]()
+
+    def recorded(launcher: Launcher, stream: Stream, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> None:
+        found_grids.append(grid)
+        honest(launcher, stream, grid, arguments)
+
+    monkeypatch.setattr(Launcher, "__call__", recorded)
+    monkeypatch.setattr("transfer.copy.head_slice._TritonPlan._check_address_only", lambda *_: None)
     case = five_buffers(v_head_dims=(16, 16, 0), scales={(0, True): 0.37, (1, True): 4.0, (2, False): 0.5})
     pool, pages = case.pool("cpu", seed=1), torch.tensor(case.pages)
     assert not case.plan(TritonCopier, pool).can_halve, "a small plan is not worth it"
-    plan = case.plan(partial(TritonCopier, tuning=Tuning(halved_bytes=0)), pool)
+    tuning = Tuning(halved_bytes=0, digest_words=16, peer_programs=peer_programs)
+    plan = case.plan(partial(TritonCopier, tuning=tuning), pool)
     assert plan.can_halve and len(plan.buffers) == 5
-    whole, halves = (torch.full((plan.num_wire_bytes,), 7, dtype=torch.uint8) for _ in range(2))
-    found, total = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    plan.gather(pages, whole, digest=found)
-    plan.gather_half(0, pages, halves, first_page=0, digest=total)
+    wires = [torch.full((plan.num_wire_bytes,), 7, dtype=torch.uint8) for _ in range(3)]
+    expected, found, total = (torch.zeros(1, dtype=torch.int64) for _ in range(3))
+    (local, whole, halves), (_, to_whole, to_halves) = wires, map(address_only, wires)
+    plan.gather(pages, local, digest=expected)
+    plan.gather(pages, to_whole, digest=found)
+    assert torch.equal(whole, local) and torch.equal(found, expected)
+    plan.gather_half(0, pages, to_halves, first_page=0, digest=total)
     first = sum(buffer.num_bytes for buffer in plan.buffers[:2])
     assert torch.equal(halves[:first], whole[:first]) and (halves[first:] == 7).all()
-    plan.gather_half(1, pages, halves, first_page=0, digest=total)
-    assert torch.equal(halves, whole) and torch.equal(found, total)
+    plan.gather_half(1, pages, to_halves, first_page=0, digest=total)
+    assert torch.equal(halves, whole) and torch.equal(total, expected)
+    assert found_grids == [(3, 5, 1), *grids]
 
 
 def test_scatters_in_halves_write_what_the_whole_writes(monkeypatch: pytest.MonkeyPatch) -> None:

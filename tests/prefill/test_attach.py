@@ -242,9 +242,10 @@ class Sender:
         self.watched: set[int] = set()
         self.copiers = [AsyncMock()]  # its warm_up() does nothing
         self.slot_bytes = 1
+        self.direct = False
 
     def is_direct(self, number: int) -> bool:
-        return False
+        return self.direct
 
     def sessions_in_use(self) -> set[int]:
         return set()
@@ -266,6 +267,7 @@ class Sender:
 
 async def test_a_one_sided_probe_writes_behind_the_ring_that_others_use() -> None:
     sender = Sender()
+    sender.direct = True
     async with attaching(is_one_sided=True, sender=sender) as one:
         one.gate.set()
         ring, behind = one.memory.tensor[:RING_BYTES], one.memory.tensor[RING_BYTES:]
@@ -276,6 +278,7 @@ async def test_a_one_sided_probe_writes_behind_the_ring_that_others_use() -> Non
         assert (ring == 0x77).all() and not behind.any()
         peer = one.sessions.of(LIFE)
         assert peer is not None and peer.ring_bytes == RING_BYTES and peer.sessions == {0: 1}
+        assert sender.copiers[0].warm_up.await_args.kwargs["direct_ranks"] == {0}, "gathers store into this ring"
         for number in list(sender.opened):
             sender.on_closed(number, "the test is over")
         await one.sessions.close_all("the test is over")

@@ -105,15 +105,19 @@ class CopyPlan(ABC):
         """
         return None
 
-    def is_compiled(self, wire_address: int, *, has_digest: bool, is_gather: bool) -> bool:
+    def is_compiled(self, wire_address: int, *, has_digest: bool, is_gather: bool, is_direct: bool = False) -> bool:
         """Return whether a call for a wire at that address only queues work. Only the alignment of the address matters.
+
+        `is_direct` means that the wire is memory with an address only.
 
         The first calls for a GPU's pool compile kernels, for seconds. The first call of each plan there uploads tables, and
         waits.
         """
         return True
 
-    def compile(self, wire_address: int, *, has_digest: bool, is_gather: bool) -> None:  # noqa: B027  # nothing to do on a host
+    def compile(  # noqa: B027  # nothing to do on a host
+        self, wire_address: int, *, has_digest: bool, is_gather: bool, is_direct: bool = False
+    ) -> None:
         """Do the missing work for `is_compiled`, without a copy. Safe on any thread during other copies; idempotent."""
 
     def _check_digest(self, digest: Digest) -> None:

@@ -223,8 +223,8 @@ class DeviceCopyQueue:
         if algorithm != DIGEST_WORDS:
             raise LocalProtocolError(f"digest algorithm is {algorithm}; copies on {self._device} make {DIGEST_WORDS}")
         peer_stream = self._peers.get(peer) or self._open(peer)
-        address = wire.data_ptr()
-        if piece.is_compiled(address, is_gather=is_gather):
+        address, is_direct = wire.data_ptr(), not isinstance(wire, Tensor)
+        if piece.is_compiled(address, is_gather=is_gather, is_direct=is_direct):
             launch(peer_stream)
             return
 
@@ -234,7 +234,7 @@ class DeviceCopyQueue:
             else:
                 give_up()
 
-        self._compiler.submit(lambda: piece.compile(address, is_gather=is_gather), compiled)
+        self._compiler.submit(lambda: piece.compile(address, is_gather=is_gather, is_direct=is_direct), compiled)
 
     def _queue(
         self,

@@ -52,6 +52,9 @@ class Tuning:
         max_columns: Most words of a row in a piece.
         halved_bytes: Least bytes of a plan that `can_halve`. With halves, the scatter of the first one runs beside the gather of
             the second. Two more launches take 0.01 ms. A scatter of half of these bytes takes 0.05 ms.
+        peer_programs: Most programs of a gather into memory with an address only, which is a peer's. The link bounds such a
+            gather. More programs only keep the engine's kernels waiting (docs/adr/0087). 0 means one for each tile.
+        peer_words, peer_warps: Words of a tile of such a gather, and warps of its program, if it is digested and not converted.
     """
 
     copy_words: int = 256
@@ -62,12 +65,19 @@ class Tuning:
     conversion_warps: int = 4
     max_columns: int = 512
     halved_bytes: int = 128 << 20
+    peer_programs: int = 48
+    peer_words: int = 8192
+    peer_warps: int = 32
 
 
 DEFAULT_TUNING = Tuning()
 
 Launch = tuple[Launcher, tuple[int, int, int], tuple[int, ...]]
 """A variant of the kernel, its grid, and its arguments. A prepared launch lacks the first three: pages, wire and digest."""
+
+
+_Key = tuple[bool, int, bool, bool]
+"""Key of prepared launches: is a gather, common divisor of 16 and the wire's address, has a digest, has a limit of programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +131,8 @@ class TritonCopier(HeadSliceCopier):
 class _TritonPlan(CopyPlan):
     """One launch for all buffers that have equal tokens and rows.
 
-    Everything of a launch besides pages and wire is prepared once for each direction, alignment of the wire and choice of digest:
-    the compiled variant, the grid, and the addresses of the plan's uploaded tables.
+    Everything of a launch besides pages and wire is prepared once for each direction, alignment of the wire, choice of digest and
+    limit of programs: the compiled variant, the grid, and the addresses of the plan's uploaded tables.
     """
 
     _copier: TritonCopier
@@ -139,7 +149,7 @@ class _TritonPlan(CopyPlan):
                 raise LayoutError(f"a copy up to token {tokens.end} has {most} units of 16 bytes; one launch takes {MAX_PIECES}")
         self.can_halve = len(self._groups) == 1 and len(self.buffers) > 1 and self.num_moved_bytes >= copier.tuning.halved_bytes
         self._tables: dict[tuple[int, str], Tensor] = {}  # by group
-        self._launches: dict[tuple[bool, int, bool], list[Launch]] = {}
+        self._launches: dict[_Key, list[Launch]] = {}
         self._streams: set[int] = set()
         self._lock = threading.Lock()
 
@@ -187,13 +197,17 @@ class _TritonPlan(CopyPlan):
         launches = [launch for launch in found if launch is not None]
         return launches if len(launches) == len(found) else None
 
-    def is_compiled(self, wire_address: int, *, has_digest: bool, is_gather: bool) -> bool:
-        found = self._launches.get((is_gather, math.gcd(16, wire_address), has_digest))
+    def is_compiled(self, wire_address: int, *, has_digest: bool, is_gather: bool, is_direct: bool = False) -> bool:
+        found = self._launches.get(self._key(is_gather, wire_address, has_digest, is_direct))
         return found is not None and all(launcher.is_compiled for launcher, _, _ in found)
 
-    def compile(self, wire_address: int, *, has_digest: bool, is_gather: bool) -> None:
-        for launcher, _, arguments in self._prepared(is_gather, math.gcd(16, wire_address), has_digest):
+    def compile(self, wire_address: int, *, has_digest: bool, is_gather: bool, is_direct: bool = False) -> None:
+        for launcher, _, arguments in self._prepared(self._key(is_gather, wire_address, has_digest, is_direct)):
             launcher.compile((0, wire_address, 0, *arguments))
+
+    def _key(self, is_gather: bool, wire_address: int, has_digest: bool, is_direct: bool) -> _Key:
+        is_capped = is_gather and is_direct and self._copier.tuning.peer_programs > 0
+        return is_gather, math.gcd(16, wire_address), has_digest, is_capped
 
     def _launch_all(self, pages: Tensor, wire: WireMemory, first_page: int, digest: Digest | None, *, is_gather: bool) -> None:
         stream = current_stream(self._pool.device)
@@ -209,16 +223,16 @@ class _TritonPlan(CopyPlan):
         if digest is not None and wire_address % WORD_BYTES:
             raise LayoutError(f"wire begins at {wire_address:#x}; to be digested on the way it must begin on {WORD_BYTES} bytes")
         digest_address = digest.data_ptr() if isinstance(digest, Tensor) else 0
-        launches = self._prepared(is_gather, math.gcd(16, wire_address), digest is not None)
+        key = self._key(is_gather, wire_address, digest is not None, is_direct=not isinstance(wire, Tensor))
+        launches = self._prepared(key)
         if stream.handle not in self._streams:
             self._keep_for(stream)
         pages_address = pages.data_ptr() + 8 * first_page
         places = (pages_address, wire_address, digest_address)
         return [(launcher, grid, (*places, *arguments)) for launcher, grid, arguments in launches]
 
-    def _prepared(self, is_gather: bool, wire_common: int, has_digest: bool) -> list[Launch]:
+    def _prepared(self, key: _Key) -> list[Launch]:
         """Upload tables here, once: a plan that is never used needs none."""
-        key = (is_gather, wire_common, has_digest)
         found = self._launches.get(key)
         if found is None:
             with self._lock:
@@ -253,7 +267,7 @@ class _TritonPlan(CopyPlan):
         factors = [scale_factor(scale, from_bytes=start, to_bytes=end) for scale in scales]
         return self._table(group, "to wire" if is_gather else "to pool", torch.tensor(factors, dtype=torch.float32))
 
-    def _prepare(self, group: int, is_gather: bool, wire_common: int, has_digest: bool) -> Launch:
+    def _prepare(self, group: int, is_gather: bool, wire_common: int, has_digest: bool, is_capped: bool) -> Launch:
         copier, tuning = self._copier, self._copier.tuning
         tokens, rows, buffers = self._groups[group]
         pool = copier.pool
@@ -271,7 +285,9 @@ class _TritonPlan(CopyPlan):
             is_pool_aligned = is_wire_aligned = common == 16
         row = rows.row_bytes // pool_bytes
         piece = piece_words(row, tuning.max_columns)
-        if has_digest:
+        if has_digest and is_capped and not is_conversion:
+            words, num_warps = tuning.peer_words * (WORD_BYTES // wire_bytes), tuning.peer_warps
+        elif has_digest:
             words, num_warps = tuning.digest_words * (WORD_BYTES // wire_bytes), tuning.digest_warps
         elif is_conversion:
             words, num_warps = tuning.conversion_elements, tuning.conversion_warps
@@ -287,6 +303,7 @@ class _TritonPlan(CopyPlan):
         kinds = (element.value, wire_element.value) if is_gather else (wire_element.value, element.value)
         factors = self._factors(group, is_gather=is_gather)
         constants: dict[str, Any] = {
+            **({} if is_capped else {"num_buffers": None}),
             "ROW": row,
             "HEADS": rows.rows_per_token,
             "PIECE": piece,
@@ -312,18 +329,22 @@ class _TritonPlan(CopyPlan):
         places = [(copier.view(buffer).data_ptr(), buffer.offset_bytes) for buffer in buffers]
         table = self._table(group, "places", torch.tensor(places, dtype=torch.int64))
         launcher = _launcher(pool.device, num_warps, tuple(constants.items()))
-        return launcher, (num_tiles, len(buffers), 1), (table, factors, pool.num_pages, first, end)
+        arguments = (table, factors, pool.num_pages, first, end)
+        if is_capped:
+            return launcher, (min(tuning.peer_programs, num_tiles * len(buffers)), 1, 1), (*arguments, len(buffers))
+        return launcher, (num_tiles, len(buffers), 1), arguments
 
 
 def _halves(launch: Launch) -> list[Launch]:
     """Return the launch of the first half of its buffers, and that of the others. The arguments are those of `copy_pieces`."""
-    launcher, (num_tiles, num_buffers, depth), (pages, wire, digest, table, factors, *others) = launch
+    launcher, grid, (pages, wire, digest, table, factors, num_pages, first, end, *counted) = launch
+    num_buffers = counted[0] if counted else grid[1]
     half = num_buffers // 2
-    rest = (pages, wire, digest, table + 16 * half, factors and factors + 4 * half, *others)
-    return [
-        (launcher, (num_tiles, half, depth), launch[2]),
-        (launcher, (num_tiles, num_buffers - half, depth), rest),
-    ]
+    found: list[Launch] = []
+    for begin, count in ((0, half), (half, num_buffers - half)):
+        own = (pages, wire, digest, table + 16 * begin, factors and factors + 4 * begin, num_pages, first, end)
+        found.append((launcher, grid, (*own, count)) if counted else (launcher, (grid[0], count, 1), own))
+    return found
 
 
 @cache

@@ -60,7 +60,8 @@ class Launcher:
     Args:
         kernel: A function of ``triton.jit``. All parameters that are not constants have a type and are in ``do_not_specialize``.
             Constants come last.
-        constants: Its constants, in their order.
+        constants: Its constants, in their order. The first ones can be parameters without a type, whose value None makes them
+            constants of this variant.
         num_warps: Warps of a program.
     """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import overload
@@ -105,23 +105,25 @@ class PieceCopy:
         can_digest = is_gapless and all(plan.can_digest for plan in plans.values())
         return cls(plans=plans, device=device, kernels=kernels, num_wire_bytes=num_wire_bytes, can_digest=can_digest)
 
-    def is_compiled(self, wire_address: int, *, is_gather: bool) -> bool:
+    def is_compiled(self, wire_address: int, *, is_gather: bool, is_direct: bool = False) -> bool:
         """Return whether a copy with a digest, from or to a wire at that address, would only be queued.
 
+        `is_direct` means that the wire is memory with an address only.
         On a GPU the first copy of its kind compiles kernels, for seconds. The first of each plan uploads tables, and waits.
         """
         if not self.can_digest and not is_add_digest_compiled(self.device, wire_address, self.num_wire_bytes, self.kernels):
             return False
         return all(
-            plan.is_compiled(wire_address, has_digest=self.can_digest, is_gather=is_gather) for plan in self.plans.values()
+            plan.is_compiled(wire_address, has_digest=self.can_digest, is_gather=is_gather, is_direct=is_direct)
+            for plan in self.plans.values()
         )
 
-    def compile(self, wire_address: int, *, is_gather: bool) -> None:
+    def compile(self, wire_address: int, *, is_gather: bool, is_direct: bool = False) -> None:
         """Compile and upload what `is_compiled` requires, without a copy. Safe on any thread during other copies; idempotent."""
         if not self.can_digest:
             compile_add_digest(self.device, wire_address, self.num_wire_bytes, self.kernels)
         for plan in self.plans.values():
-            plan.compile(wire_address, has_digest=self.can_digest, is_gather=is_gather)
+            plan.compile(wire_address, has_digest=self.can_digest, is_gather=is_gather, is_direct=is_direct)
 
     def upload(self) -> None:
         """Queue, on the current stream, what is new in the page tables. Copies on that stream then need not do it."""
@@ -262,19 +264,37 @@ class PieceCopier:
         )
 
     async def warm_up(
-        self, routes: Sequence[Route], plan: ChunkPlan, *, layout: KVLayout, dtype: DType, scales: Scales | None
+        self,
+        routes: Sequence[Route],
+        plan: ChunkPlan,
+        *,
+        layout: KVLayout,
+        dtype: DType,
+        scales: Scales | None,
+        direct_ranks: Collection[int] = (),
     ) -> None:
         """Compile and load the kernels of all pieces of the routes, so that no first request waits for them.
 
         Runs on a thread beside the caller's loop and launches no kernel. Only Triton needs it. `plan` says how requests are
-        divided; for the other arguments see `RankRequest`.
+        divided. Gathers for `direct_ranks`, which are decode ranks, store into the peer's memory. For the other arguments see
+        `RankRequest`.
         """
         if self._kernels is not Kernels.TRITON:
             return
         for route in routes:
-            await asyncio.to_thread(self.compile, route, plan, layout=layout, dtype=dtype, scales=scales)
+            is_direct = route.decode_rank in direct_ranks
+            await asyncio.to_thread(self.compile, route, plan, layout=layout, dtype=dtype, scales=scales, is_direct=is_direct)
 
-    def compile(self, route: Route, plan: ChunkPlan, *, layout: KVLayout, dtype: DType, scales: Scales | None = None) -> None:
+    def compile(
+        self,
+        route: Route,
+        plan: ChunkPlan,
+        *,
+        layout: KVLayout,
+        dtype: DType,
+        scales: Scales | None = None,
+        is_direct: bool = False,
+    ) -> None:
         """Compile the kernels of one route, on any thread. It shares only the kernels with `prepare`."""
         copier = PieceCopier(self._pool, is_source=self._is_source, kernels=self._kernels)
         copier._adopt(layout)
@@ -294,7 +314,8 @@ class PieceCopier:
             chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=layout.num_layers)
             for chunk, num_bytes in Pieces(chunks, layout, route, num_tokens=num_tokens, dtype=dtype):
                 piece = Piece(request=request, route=route, session=0, chunk=chunk, num_bytes=num_bytes)
-                copier._copy_of(piece).compile(16, is_gather=self._is_source)  # wires begin on multiples of 16 bytes
+                # Wires begin on multiples of 16 bytes.
+                copier._copy_of(piece).compile(16, is_gather=self._is_source, is_direct=is_direct)
 
     def forget(self, request_id: str) -> None:
         """Use the memory of the request's page tables for others. Idempotent.

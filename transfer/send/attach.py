@@ -56,6 +56,7 @@ class DecodePeer:
         scales: Divisors of values before they are narrowed; see `transfer.instance.conversion_scales`.
         routes: Routes from this rank to its ranks; the same objects for all requests.
         sessions: Decode rank -> session.
+        direct_ranks: Decode ranks whose rings the gathers store into.
         ring_bytes: Size of the smallest ring of the sessions; 0 without any.
         slot_bytes: Size of a staging slot; 0 if no session's pieces go through one.
     """
@@ -68,6 +69,7 @@ class DecodePeer:
     scales: Mapping[tuple[int, bool], float] | None
     routes: tuple[Route, ...]
     sessions: dict[int, int] = field(default_factory=dict)
+    direct_ranks: set[int] = field(default_factory=set)
     ring_bytes: int = 0
     slot_bytes: int = 0
 
@@ -181,7 +183,14 @@ class DecodeSessions:
         try:
             links = [await self._open_session(peer, rank, rank_addresses[rank]) for rank in sorted(mine)]
             for copier in self._sender.copiers:
-                await copier.warm_up(own_routes, self._plan, layout=peer.layout, dtype=peer.wire_dtype, scales=peer.scales)
+                await copier.warm_up(
+                    own_routes,
+                    self._plan,
+                    layout=peer.layout,
+                    dtype=peer.wire_dtype,
+                    scales=peer.scales,
+                    direct_ranks=peer.direct_ranks,
+                )
         except BaseException as error:
             self._close(peer, f"attach failed: {error}")
             raise
@@ -268,7 +277,9 @@ class DecodeSessions:
             raise PeerUnreachable(f"decode rank {decode_rank} at {address} was lost while its link was probed")
         peer.sessions[decode_rank] = number
         peer.ring_bytes = min(peer.ring_bytes or answer.ring_capacity_bytes, answer.ring_capacity_bytes)
-        if not self._sender.is_direct(number):
+        if self._sender.is_direct(number):
+            peer.direct_ranks.add(decode_rank)
+        else:
             peer.slot_bytes = self._sender.slot_bytes
         self._context.metrics.link_measured(number, link, address)
         watch.report_link(link)

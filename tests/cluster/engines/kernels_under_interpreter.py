@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from tests.kernels.kernel_cases import Case, assert_agrees, cases
+from tests.kernels.kernel_cases import Case, address_only, assert_agrees, cases
 from tests.kernels.page_cases import PageCase, Side, assert_moves, page_cases
 from tests.runtime.pieces import piece_of
 from tests.runtime.scattered_tiers import HYBRID
 from tests.runtime.test_piece_copier import carry_over, pages_of
 from transfer.chunk import ChunkPlan, Pieces, split_into_chunks
-from transfer.copy import Kernels, add_digest, copier, device_page_mover
+from transfer.copy import CopyPlan, Kernels, WireMemory, add_digest, copier, device_page_mover, head_slice
 from transfer.copy.digest import DIGEST_WORDS, STEP, digest
 from transfer.copy.head_slice import TritonCopier, Tuning
 from transfer.copy.launch import Launcher
@@ -40,8 +42,21 @@ def test_agrees_on_large_pages(case: Case) -> None:
     assert_agrees(case, TritonCopier, has_kernels=True)
 
 
+class PeersWire(head_slice._TritonPlan):  # noqa: SLF001
+    """Gathers store into a peer's memory."""
+
+    def _check_address_only(self, wire: WireMemory, name: str) -> None:
+        pass
+
+    def gather(self, pages: Tensor, out: WireMemory, **more: Any) -> None:
+        super().gather(pages, address_only(out) if isinstance(out, Tensor) else out, **more)
+
+
 class OtherwiseTuned(TritonCopier):
-    """With small tiles and other warps."""
+    """With small tiles, other warps, and few programs for gathers."""
+
+    def plan(self, buffers: Sequence[WireBuffer]) -> CopyPlan:
+        return PeersWire(self, buffers)
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         tuning = Tuning(
@@ -52,6 +67,9 @@ class OtherwiseTuned(TritonCopier):
             conversion_elements=64,
             conversion_warps=2,
             max_columns=8,
+            peer_programs=5,
+            peer_words=16,
+            peer_warps=1,
         )
         super().__init__(*arguments, **more, tuning=tuning)
 
@@ -175,7 +193,7 @@ def test_prompts_compile_no_kernel_after_the_warm_up(
     pages.cover("a", 90)
     copier = PieceCopier(pages.pool, is_source=is_gather, kernels=Kernels.TRITON)
     for route in routes(HYBRID, shard, peer):
-        copier.compile(route, plan, layout=HYBRID, dtype=on_wire)
+        copier.compile(route, plan, layout=HYBRID, dtype=on_wire, is_direct=is_gather)
         num_warmed = len(made)
         for num_tokens in range(1, 90, 4):
             chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=HYBRID.num_layers, start_token=num_tokens // 3)
@@ -183,8 +201,8 @@ def test_prompts_compile_no_kernel_after_the_warm_up(
                 piece = piece_of(HYBRID, route, chunk, num_tokens=num_tokens, dtype=on_wire)
                 copy = copier.prepare(piece, pages.allocator.tables("a"))
                 address = torch.zeros(num_bytes, dtype=torch.uint8).data_ptr()
-                copy.compile(address, is_gather=is_gather)
-                assert copy.is_compiled(address, is_gather=is_gather)
+                copy.compile(address, is_gather=is_gather, is_direct=is_gather)
+                assert copy.is_compiled(address, is_gather=is_gather, is_direct=is_gather)
         assert len(made) == num_warmed
     assert made
 
