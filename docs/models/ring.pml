@@ -11,8 +11,9 @@
  * grant when fewer than AHEAD of its grants are unreleased. `StagingAllocator.assign` places grants with padding at the ring's end,
  * and around quarantined bytes. A piece begins when its grant may be written by what its writer has heard, and a slot is free; any
  * writable piece of a writer may be the next, for engines compute in any order. A piece can be given up by the decode rank at any
- * moment: quarantine, until its writer has drained. Acks are late, lost, repeated, reordered; with ONE_RANGE there is room for one
- * released range above the watermark, and the ranges take turns.
+ * moment: quarantine, until its writer has drained. A slot is free again when the write ends. Acks are late, lost, repeated, reordered;
+ * with ONE_RANGE there is room for one released range above the watermark, and the ranges take turns. Pieces in STILL are granted and
+ * never written, because their writer stands still: the pieces of the other writer end all the same.
  *
  * What is left out, and why nothing is lost by it.
  *  - Messages between grant and release (transfer.pml has them, with all their losses). Here a grant is heard at once, and so are
@@ -46,6 +47,12 @@
 #define MAX_ABORTS 1
 #endif
 
+#ifndef STILL
+#define STILL 0         /* pieces, as bits, whose writer stands still: they are granted, and nothing more comes of them */
+#endif
+
+#define IS_STILL(p)     ((STILL >> (p)) & 1)
+#define MOVING          (PIECES - IS_STILL(0) - IS_STILL(1) - IS_STILL(2) - IS_STILL(3) - IS_STILL(4))
 #define WRITER(p)       (p >= OF_FIRST)                 /* 0 or 1 */
 #define IS_NEXT(p)      (asked[WRITER(p)] == (p) - WRITER(p) * OF_FIRST)
 #define CELLS(p)        (((1 << size[p]) - 1) << begin[p])   /* the positions of a grant, as bits */
@@ -197,13 +204,14 @@ proctype Piece(byte p) {
 		d_step { assign(p) }
 	}
 	if
-	:: d_step { !given_up[p] && slots[WRITER(p)] > 0 && IS_WRITABLE(p) ->      /* rule 2, ADR 0010 */
+	:: IS_STILL(p)
+	:: d_step { !IS_STILL(p) && !given_up[p] && slots[WRITER(p)] > 0 && IS_WRITABLE(p) ->      /* rule 2, ADR 0010 */
 			slots[WRITER(p)]--; take_bytes(p) };
 		if
-		:: d_step { !given_up[p] -> ready[p] = true };          /* written: ChunkReady */
+		:: d_step { !given_up[p] -> slots[WRITER(p)]++; ready[p] = true };      /* written: ChunkReady */
 			if
-			:: d_step { HAS(view[WRITER(p)], CELLS(p)) -> slots[WRITER(p)]++; forget(p) }
-			:: d_step { given_up[p] -> slots[WRITER(p)]++; leave_bytes(p); drained[p] = true }
+			:: d_step { HAS(view[WRITER(p)], CELLS(p)) -> forget(p) }
+			:: d_step { given_up[p] -> leave_bytes(p); drained[p] = true }
 			fi
 		:: d_step { given_up[p] -> slots[WRITER(p)]++; leave_bytes(p); drained[p] = true }      /* it settles all the same */
 		fi
@@ -281,15 +289,16 @@ init {
 		od;
 		i = 0;
 		do
-		:: i < PIECES -> run Piece(i); run Target(i); i++
+		:: i < PIECES && IS_STILL(i) -> run Piece(i); i++
+		:: i < PIECES && !IS_STILL(i) -> run Piece(i); run Target(i); i++
 		:: i == PIECES -> break
 		od;
 		i = 0;
 		run Acks(0); run Acks(1)
 	}
 	d_step {
-		num_ended == PIECES && num_freed == PIECES ->
-		assert(released == (1 << head) - 1);                    /* R5: after the last release the ring is empty */
+		num_ended == MOVING && num_freed == MOVING ->
+		assert(STILL != 0 || released == (1 << head) - 1);      /* R5: after the last release the ring is empty */
 		assert(slots[0] == SLOTS && slots[1] == SLOTS)
 	}
 }

@@ -93,13 +93,21 @@ def bug(model: str, name: str, asks: str, finds: str, *sizes: str, claim: str | 
 
 
 FOUR = ("PIECES=4", "OF_FIRST=2")
-ONE_WRITER = ("PIECES=4", "OF_FIRST=4", "AHEAD=4", "CAP=4", "MAX_CELLS=1", "MAX_ABORTS=0", "ONE_RANGE")
+STANDING_STILL = ("PIECES=4", "OF_FIRST=2", "CAP=4", "MAX_CELLS=1", "MAX_ABORTS=0", "STILL=3", "ONE_RANGE")
 
 RUNS = (
     rules("ring", "rules", *FOUR),
     rules("ring", "five_pieces", "PIECES=5", "OF_FIRST=3", "MAX_ABORTS=0"),
     rules("ring", "late_acks", "PIECES=3", "OF_FIRST=2", "LATE_ACKS"),
-    rules("ring", "one_range", "PIECES=5", "OF_FIRST=4", "AHEAD=4", "CAP=4", "MAX_CELLS=1", "ONE_RANGE", is_quick=True),
+    rules("ring", "one_range", "PIECES=5", "OF_FIRST=4", "AHEAD=4", "CAP=4", "MAX_CELLS=1", "ONE_RANGE"),
+    Run(
+        model="ring",
+        name="standing_still",
+        asks="pieces end although another writer stands still",
+        sizes=STANDING_STILL,
+        ends=True,
+        is_quick=True,
+    ),
     Run(model="ring", name="released", asks="every grant is released", sizes=FOUR, claim="every_grant_is_released"),
     Run(
         model="ring",
@@ -115,7 +123,7 @@ RUNS = (
     bug("ring", "wrapped_grant", "a grant wraps round the ring's end", "begin[p]", *FOUR),
     bug("ring", "older_ack", "writer takes an older ack", "late[w]", "PIECES=3", "OF_FIRST=2", "LATE_ACKS"),
     bug("ring", "range_lost", "ring forgets a released range", "invalid end state", "PIECES=3", "OF_FIRST=2", ends=True),
-    bug("ring", "lowest_ranges_only", "acks name the lowest ranges only", "invalid end state", *ONE_WRITER, ends=True),
+    bug("ring", "lowest_ranges_only", "acks name the lowest ranges only", "invalid end state", *STANDING_STILL, ends=True),
     Run(model="transfer", name="two_sided", asks="R1 R3 R4, each key once", is_quick=True),
     Run(model="transfer", name="one_sided", asks="R1 R3 R4, each key once", sizes=("ONE_SIDED",), is_quick=True),
     Run(model="transfer", name="direct", asks="R1 R3 R4, each key once", sizes=("DIRECT", "SLOTS=2"), is_quick=True),
@@ -149,6 +157,14 @@ RUNS = (
         claim="everything_ends",
         reduces=False,
     ),
+    Run(
+        model="transfer",
+        name="shared_slot.ends",
+        asks="all ends, also if two writable pieces need one slot",
+        sizes=("PATIENT", "ONE_SIDED", "CAP=2", "MAX_REPEATED=0", "MAX_LOST=1"),
+        claim="everything_ends",
+        reduces=False,
+    ),
     bug("transfer", "timeout", "quarantine ends on time-out", "user["),
     bug("transfer", "no_drain", "released at abort, not at drained", "user[", "ONE_SIDED"),
     bug("transfer", "drained_too_early", "drained is reported while a write is under way", "user[", "ONE_SIDED"),
@@ -156,6 +172,7 @@ RUNS = (
     bug("transfer", "no_watermark", "writer ignores the watermark", "user[", "ONE_SIDED"),
     bug("transfer", "posted_early", "receive posted before its bytes are free", "user["),
     bug("transfer", "scatter_before_end", "a signalled scatter does not wait for its gather", "t_bytes[", "SIGNALS", "SLOTS=2"),
+    bug("transfer", "sent_key_forgotten", "the first key of a rejected piece is declined", "sent&"),
     bug("transfer", "grant_changes", "a repeated request has another answer (R3)", "grant[p]"),
     bug(
         "transfer",

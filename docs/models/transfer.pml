@@ -169,8 +169,23 @@ inline start_write(p) {
 #endif
 }
 
+/* A piece whose attempt is not written. The first attempt of a rejected piece was: its key must not be declined. */
+inline give_up_piece(p) {
+	stage[p] = DROPPED;
+	if
+	:: grant[p] != NONE ->
+#ifndef BUG_SENT_KEY_FORGOTTEN
+		if
+		:: attempt[p] == 1 && (view & AT(grant[p])) == 0 -> spent = spent | AT(KEY(p, 0))
+		:: else
+		fi;
+#endif
+		decline(p, attempt[p])
+	:: else
+	fi
+}
+
 inline drop_written(p) {
-	slots++;
 	stage[p] = DROPPED;
 	spent = spent | AT(KEY(p, 0)) | (attempt[p] == 1) * AT(KEY(p, 1));
 	if
@@ -200,12 +215,7 @@ inline fail(r) {
 		do
 		:: i < PIECES && REQUEST(i) == r ->
 			if
-			:: stage[i] == UNASKED || stage[i] == ASKED || stage[i] == GRANTED ->
-				stage[i] = DROPPED;
-				if
-				:: grant[i] != NONE -> decline(i, attempt[i])
-				:: else
-				fi
+			:: stage[i] == UNASKED || stage[i] == ASKED || stage[i] == GRANTED -> give_up_piece(i)
 			:: stage[i] == WRITTEN -> drop_written(i)
 			:: else
 			fi;
@@ -220,7 +230,6 @@ inline fail(r) {
 }
 
 inline released_at_sender(p) {
-	slots++;
 	stage[p] = RELEASED;
 	k = 0;
 	do
@@ -248,12 +257,13 @@ inline on_rejected(p) {
 	:: !knows[REQUEST(p)] || stage[p] == DROPPED -> decline(p, 1)
 	:: knows[REQUEST(p)] && stage[p] == WRITTEN && attempt[p] == 0 ->
 		attempt[p] = 1;
-		start_write(p)                                          /* from the slot; DIRECT: gathered again, from the pages */
+		stage[p] = GRANTED                                      /* waits for a slot, and is gathered again, from the pages */
 	:: else
 	fi
 }
 
 inline on_written(p) {
+	slots++;
 	if
 	:: failed[REQUEST(p)] -> drop_written(p); finish_failed(REQUEST(p))
 	:: else ->
@@ -305,7 +315,7 @@ end:	do
 		}
 	:: d_step { stage[p] == GATHERING ->
 			if
-			:: failed[REQUEST(p)] -> slots++; stage[p] = DROPPED; decline(p, attempt[p]); finish_failed(REQUEST(p))
+			:: failed[REQUEST(p)] -> slots++; give_up_piece(p); finish_failed(REQUEST(p))
 			:: else -> start_write(p)
 			fi }
 #ifdef SIGNALS
