@@ -308,7 +308,7 @@ class StagingAllocator:
 
         If a watermark has no room for all released ranges, half of it names the ranges that changed last, because writers wait
         for those. The other ranges take turns in the rest of the watermark, so that each writer receives each range. A range that
-        its writer does not receive keeps a staging slot in use, and blocks the grants that reuse its bytes, until all older
+        its writer does not receive keeps pages of the writer in use, and blocks the grants that reuse its bytes, until all older
         grants are released.
         """
         self._sequence += 1

@@ -57,12 +57,13 @@ def test_a_grant_whose_key_was_declined_is_not_taken(attempt: int) -> None:
 def test_a_write_that_is_never_taken_over_ends_its_session() -> None:
     sender = SenderHand(write_timeout_s=5.0)
     sender.to_written()
+    assert sender.machine.num_slots_used == 0
     for now_s in (1.0, 2.0, 3.0, 4.0, 5.0):  # repeating the message does not start the time again
         assert not of_type(sender.tell(tx.Tick(), now_s=now_s), tx.CloseSession)
     (close,) = of_type(sender.tell(tx.Tick(), now_s=5.5), tx.CloseSession)
     assert "was not taken over for more than 5 s" in close.reason
-    sender.tell(tx.SenderSessionLost(session=1, reason=close.reason))
-    assert sender.machine.num_slots_used == 0
+    assert of_type(sender.tell(tx.SenderSessionLost(session=1, reason=close.reason)), tx.SourceReleased)
+    assert sender.machine.is_idle
 
 
 def test_a_ring_full_of_direct_pieces_that_are_never_taken_over_ends_its_session_once() -> None:

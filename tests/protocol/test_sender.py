@@ -39,12 +39,12 @@ def test_a_request_goes_from_start_to_sent() -> None:
     (gather,) = of_type(sender.compute(0), tx.StartGather)
     actions = sender.gathered(gather.place)
     (write,) = of_type(actions, tx.StartWrite)
-    assert of_type(actions, tx.SourceReleased)
+    assert not of_type(actions, tx.SourceReleased)
     assert (write.place, write.piece.grant, write.piece.num_bytes, write.key) == (gather.place, cells(0, 2), 512, grant_key(0, 0))
     (ready,) = messages(sender.written(write.place), ChunkReady)
     assert (ready.begin, ready.num_bytes, ready.digest, ready.attempt) == (0, 512, 100, 0)
     actions = sender.watermark(2 * CELL)
-    assert [type(action) for action in actions] == [tx.PieceReleased, tx.OutgoingSent]  # the pages were released before
+    assert [type(action) for action in actions] == [tx.PieceReleased, tx.SourceReleased, tx.OutgoingSent]
     (sent,) = of_type(actions, tx.OutgoingSent)
     assert (sent.stats.num_bytes, sent.stats.writes, sent.stats.writes_without_staging, sent.stats.resends) == (512, 1, 16, 0)
     assert sender.machine.is_idle and sender.machine.sessions_in_use == set()
@@ -71,7 +71,7 @@ def test_what_is_sent_while_the_rest_is_computed_is_not_exposed() -> None:
     for chunk, now_s in ((0, 1.0), (1, 6.0)):
         sender.now_s = now_s
         sender.compute(chunk)
-        sender.finish(chunk * SLOT)
+        sender.finish(0)
     sender.now_s = 8.0
     (sent,) = of_type(sender.watermark(4 * CELL), tx.OutgoingSent)
     assert (sent.stats.transfer_s, sent.stats.exposed_s) == (7.0, 2.0)
@@ -95,7 +95,7 @@ def test_grants_are_asked_for_within_the_window() -> None:
     assert not messages(sender.grant({0: cells(0, 2), 1: cells(2, 4)}), GrantRequest)
     for chunk in (0, 1):
         sender.compute(chunk)
-        assert not messages(sender.finish(chunk * SLOT), GrantRequest)
+        assert not messages(sender.finish(0), GrantRequest)
     (next_one,) = messages(sender.watermark(2 * CELL), GrantRequest)
     assert [chunk.chunk for chunk in next_one.chunks] == [2]
 
@@ -134,26 +134,109 @@ def test_a_release_heard_before_the_write_is_done_still_counts() -> None:
     assert sender.tell(tx.Tick(), now_s=600.0) == []
 
 
-def test_a_rejected_chunk_is_written_again_from_its_slot() -> None:
+def test_a_place_is_free_when_the_write_ends() -> None:
+    """A place that was kept until the release spent half of its time on waiting for the peer."""
+    sender = SenderHand(num_slots=1)
+    sender.to_writing(num_tokens=8)
+    sender.compute(1)
+    assert not of_type(sender.grant({1: cells(2, 4)}), tx.StartGather)
+    (gather,) = of_type(sender.written(0), tx.StartGather)
+    assert (gather.piece.chunk.index, gather.place) == (1, 0)
+    sender.finish(0)
+    assert sender.machine.num_slots_used == 0
+    assert of_type(sender.watermark(4 * CELL), tx.OutgoingSent)
+
+
+def test_a_rejected_chunk_is_gathered_again() -> None:
     sender = SenderHand()
-    sender.to_written()
-    (write,) = of_type(sender.reject(0), tx.StartWrite)
+    event = object()
+    sender.start(num_tokens=4)
+    sender.grant({0: cells(0, 2)})
+    sender.compute(0, event=event)
+    sender.finish(0)
+    sender.now_s = 4.0
+    actions = sender.reject(0)
+    (gather,) = of_type(actions, tx.StartGather)
+    assert (gather.place, gather.event, gather.credit_wait_s) == (0, event, 0.0)
+    assert not of_type(actions, tx.StartWrite)
+    assert sender.reject(0) == []  # repeated
+    assert sender.tell(tx.Tick()) == []
+    (write,) = of_type(sender.gathered(0), tx.StartWrite)
     assert (write.place, write.key) == (0, grant_key(0, 1))
-    assert not of_type(sender.reject(0), tx.StartWrite)  # said twice
+    assert sender.reject(0) == []
     (ready,) = messages(sender.written(0), ChunkReady)
     assert ready.attempt == 1
-    (sent,) = of_type(sender.watermark(2 * CELL), tx.OutgoingSent)
+    actions = sender.watermark(2 * CELL)
+    assert of_type(actions, tx.SourceReleased)
+    (sent,) = of_type(actions, tx.OutgoingSent)
     assert (sent.stats.resends, sent.stats.writes) == (1, 2)
+
+
+def rejected_piece_that_waits() -> SenderHand:
+    """Return a sender whose piece "r" was rejected, and waits until "other" has left the only place."""
+    sender = SenderHand(num_slots=1)
+    sender.to_writing()
+    sender.start("other", num_tokens=4)
+    sender.compute(0, "other")
+    sender.grant({0: cells(2, 4)}, "other")
+    (gather,) = of_type(sender.written(0), tx.StartGather)
+    assert gather.piece.request_id == "other"
+    sender.now_s = 1.0
+    assert sender.reject(0) == []
+    return sender
+
+
+def test_a_rejected_chunk_waits_for_a_place_like_any_other() -> None:
+    sender = rejected_piece_that_waits()
+    assert sender.reject(0) == []
+    assert sender.grant({0: cells(0, 2)}) == []
+    assert not messages(sender.tell(tx.Tick(), now_s=4.0), ChunkReady)  # its bytes are not those of the next attempt
+    sender.gathered(0)
+    (gather,) = of_type(sender.written(0), tx.StartGather)
+    assert (gather.piece.request_id, gather.piece.attempt, gather.credit_wait_s) == ("r", 1, 3.0)
+    (write,) = of_type(sender.gathered(0), tx.StartWrite)
+    assert write.key == grant_key(0, 1)
+    (ready,) = messages(sender.written(0), ChunkReady)
+    assert (ready.request_id, ready.attempt) == ("r", 1)
+
+
+@pytest.mark.parametrize("is_gathering", [False, True], ids=["waits for a place", "is gathered"])
+def test_a_rejected_chunk_that_is_given_up_declines_only_its_second_attempt(is_gathering: bool) -> None:
+    sender = rejected_piece_that_waits()
+    if is_gathering:
+        sender.finish(0)
+    actions = sender.abort()
+    if is_gathering:
+        assert not of_type(actions, tx.OutgoingFailed) and not declined(actions)
+        actions = sender.gathered(0)
+    else:
+        assert of_type(actions, tx.WaitGivenUp) == [tx.WaitGivenUp(credit_wait_s=0.0)]
+    assert declined(actions) == [grant_key(0, 1)]
+    assert of_type(actions, tx.OutgoingFailed) and messages(actions, WriterDrained)
+    assert sender.machine.num_spent_keys == 2
+    late = [*sender.grant({0: cells(0, 2)}), *sender.reject(0), *sender.grant({0: cells(0, 2)}), *sender.reject(0)]
+    assert declined(late) == [] and not of_type(late, tx.StartGather)
+    sender.watermark(2 * CELL)
+    assert not sender.machine.num_spent_keys
+
+
+def test_a_rejected_chunk_that_waits_is_dropped_with_its_session() -> None:
+    sender = rejected_piece_that_waits()
+    actions = sender.tell(tx.SenderSessionLost(session=1, reason="peer died"))
+    assert not declined(actions)
+    assert of_type(actions, tx.WaitGivenUp) == [tx.WaitGivenUp(credit_wait_s=0.0)]
+    assert [failed.request_id for failed in of_type(actions, tx.OutgoingFailed)] == ["r"]
+    assert [failed.request_id for failed in of_type(sender.gathered(0), tx.OutgoingFailed)] == ["other"]
+    assert sender.machine.is_idle and sender.machine.num_slots_used == 0
 
 
 def test_a_third_attempt_is_refused_for_its_key_would_be_the_next_grants() -> None:
     sender = SenderHand()
     sender.to_written()
     sender.reject(0)
-    sender.written(0)
-    actions = sender.reject(0, attempt=1)
-    assert drops(actions) == ["too_many_attempts"]
-    assert not of_type(actions, tx.StartWrite)
+    sender.finish(0)
+    (dropped,) = sender.reject(0, attempt=1)
+    assert dropped == tx.MessageDropped(session=1, reason="too_many_attempts")
     assert declined(sender.reject(0, attempt=1, request_id="other")) == []
 
 
@@ -354,12 +437,7 @@ def test_slots_are_taken_in_turn_by_the_sessions() -> None:
     for chunk in range(4):
         begun.extend(gather.piece.route.index for gather in of_type(sender.compute(chunk), tx.StartGather))
     for done in range(1, 8):
-        route = begun[-1]
-        sender.finish(0)
-        begun.extend(
-            gather.piece.route.index
-            for gather in of_type(sender.watermark(begun.count(route) * CELL, session=1 + route), tx.StartGather)
-        )
+        begun.extend(gather.piece.route.index for gather in of_type(sender.finish(0), tx.StartGather))
         assert len(begun) == done + 1
     assert begun == [0, 1] * 4
 
@@ -472,7 +550,7 @@ def test_a_failed_request_has_nothing_left_to_ask_for() -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda piece: setattr(piece.sending, "to_release", 2), "counts of request r"),
+        (lambda piece: setattr(piece.sending, "to_release", 2), "2 of request r to release, not 1"),
         (lambda piece: setattr(piece, "place", 1), "place 0 is held by a piece that is WRITING"),
         (lambda piece: setattr(piece, "grant", cells(4, 6)), "held grants and the grants of the requests differ"),
         (lambda piece: piece.sending.routes[0].outstanding.clear(), "outstanding pieces of request r"),
@@ -492,9 +570,18 @@ def test_a_failed_request_whose_piece_waits_is_noticed() -> None:
     sender.to_writing()
     (piece,) = sender.machine.requests["r"].outstanding()
     sender.abort()
-    piece.stage = SenderStage.GRANTED
+    piece.stage, piece.place = SenderStage.GRANTED, None
     with pytest.raises(LocalProtocolError, match="failed request r has pieces that nothing is done with"):
         piece.sending.check_invariants()
+
+
+def test_a_place_of_a_written_piece_is_noticed() -> None:
+    sender = SenderHand()
+    sender.to_written()
+    (piece,) = sender.machine.requests["r"].outstanding()
+    piece.place = 0
+    with pytest.raises(LocalProtocolError, match="places of request r"):
+        sender.machine.check_invariants()
 
 
 class KeptPlaces(StagingArena):
@@ -507,9 +594,9 @@ class KeptPlaces(StagingArena):
 def test_a_place_that_nobody_holds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender_module, "StagingArena", KeptPlaces)
     sender = SenderHand()
-    sender.to_written()
+    sender.to_writing()
     with pytest.raises(LocalProtocolError, match=r"places held \[\] and taken \[0\] differ"):
-        sender.watermark(2 * CELL)
+        sender.written(0)
 
 
 def test_a_piece_that_is_watched_and_not_written_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -594,7 +681,7 @@ def test_a_session_whose_looks_find_nothing_does_not_keep_the_turns_from_the_oth
 
 
 def test_the_oldest_grant_begins_first_whatever_was_ready_first() -> None:
-    sender = SenderHand(ring_cells=4, num_slots=1)
+    sender = SenderHand(num_slots=1)
     sender.start("late", num_tokens=4)
     sender.start("early", num_tokens=4)
     sender.grant({0: cells(4, 6)}, "late")
@@ -602,8 +689,7 @@ def test_the_oldest_grant_begins_first_whatever_was_ready_first() -> None:
     sender.to_writing(cells(0, 2))
     sender.compute(0, "late")
     sender.compute(0, "early")
-    sender.written(0)
-    started = of_type(sender.watermark(2 * CELL), tx.StartGather)
+    started = of_type(sender.written(0), tx.StartGather)
     assert [gather.piece.request_id for gather in started] == ["early"]
 
 
@@ -637,8 +723,7 @@ def test_a_piece_that_was_given_up_while_it_waited_for_a_slot_is_passed_over() -
         sender.compute(0, name)
         sender.grant({0: grant}, name)
     sender.abort("given up")
-    sender.written(0)
-    started = of_type(sender.watermark(2 * CELL), tx.StartGather)
+    started = of_type(sender.written(0), tx.StartGather)
     assert [gather.piece.request_id for gather in started] == ["next"]
 
 

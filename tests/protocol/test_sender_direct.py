@@ -35,7 +35,7 @@ def test_a_direct_gather_is_the_write() -> None:
     assert sender.machine.is_idle
 
 
-def test_one_direct_session_keeps_the_pages_for_all_sessions_of_a_request() -> None:
+def test_the_pages_are_kept_until_every_session_of_a_request_has_released() -> None:
     sender = SenderHand(decode_tp=2, direct=frozenset({2}))
     sender.start(num_tokens=4)
     sender.grant({0: cells(0, 1)}, route=0)
@@ -59,15 +59,15 @@ def test_a_rejected_direct_chunk_is_gathered_again() -> None:
     sender.start(num_tokens=4)
     sender.compute(0, event=event)
     (first,) = of_type(sender.grant({0: cells(0, 2)}), tx.StartGather)
-    sender.gathered(DIRECT_0)
+    sender.gathered(first.place)
     sender.now_s = 4.0
     actions = sender.reject(0)
     (again,) = of_type(actions, tx.StartGather)
-    assert (again.place, again.piece.grant, again.event, again.credit_wait_s) == (first.place, first.piece.grant, event, 0.0)
+    assert (again.piece.grant, again.event, again.credit_wait_s) == (first.piece.grant, event, 0.0)
     assert not of_type(actions, tx.StartWrite)
     assert sender.reject(0) == []  # said twice
     assert sender.tell(tx.Tick()) == []  # it is not said to be ready while its bytes change
-    (ready,) = messages(sender.tell(tx.GatherFinished(place=DIRECT_0, digest=7)), ChunkReady)
+    (ready,) = messages(sender.tell(tx.GatherFinished(place=again.place, digest=7)), ChunkReady)
     assert (ready.attempt, ready.digest) == (1, 7)
     assert drops(sender.reject(0, attempt=1)) == ["too_many_attempts"]
     actions = sender.watermark(2 * CELL)
@@ -100,9 +100,9 @@ def test_no_more_gathers_of_a_direct_session_are_queued_than_a_device_takes(monk
     assert [gather.piece.chunk.index for gather in begun] == [0, 1]
     actions = sender.gathered(begun[0].place)
     assert [gather.piece.chunk.index for gather in of_type(actions, tx.StartGather)] == [2]
-    again = of_type(sender.reject(0), tx.StartGather)  # sent again at once: its bytes are waited for
+    assert not of_type(sender.reject(0), tx.StartGather)  # a second attempt waits, too, and goes first: its bytes are the oldest
+    again = of_type(sender.gathered(begun[1].place), tx.StartGather)
     assert [gather.piece.chunk.index for gather in again] == [0]
-    assert not of_type(sender.gathered(begun[1].place), tx.StartGather)
     assert [gather.piece.chunk.index for gather in of_type(sender.gathered(again[0].place), tx.StartGather)] == [3]
 
 
@@ -126,14 +126,15 @@ def test_a_failed_request_waits_for_its_direct_gather_and_declines_nothing_of_it
 
 @pytest.mark.parametrize("is_second", [False, True], ids=["first gather", "second gather"])
 def test_a_direct_gather_in_flight_survives_its_session_and_keeps_the_pages(is_second: bool) -> None:
-    sender = SenderHand(direct=DIRECT)
+    sender, place = SenderHand(direct=DIRECT), DIRECT_0
     sender.to_gathering()
     if is_second:
         sender.gathered(DIRECT_0)
-        sender.reject(0)
+        (again,) = of_type(sender.reject(0), tx.StartGather)
+        place = again.place
     actions = sender.tell(tx.SenderSessionLost(session=1, reason="peer died"))
     assert actions == [] and sender.machine.num_slots_used == 0 and not sender.machine.is_idle
-    actions = sender.gathered(DIRECT_0)
+    actions = sender.gathered(place)
     assert [type(action) for action in actions] == [tx.SourceReleased, tx.OutgoingFailed]
     assert sender.machine.is_idle
 

@@ -273,10 +273,10 @@ def test_short_requests_share_a_slot_of_a_long_plan() -> None:
 
 def test_the_invariants_of_a_sender_are_those_of_its_staging_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
     sender = SenderHand()
-    sender.to_written()
+    sender.to_writing()
     monkeypatch.setattr(staging_arena, "heappush", lambda free, number: None)
     with pytest.raises(LocalProtocolError, match="are not those without a place"):
-        sender.watermark(2 * CELL)
+        sender.written(0)
 
 
 def test_slots_become_larger_again_when_the_session_with_the_larger_pieces_is_lost() -> None:
@@ -314,15 +314,13 @@ def test_no_piece_overtakes_a_larger_one_of_its_session() -> None:
     sender.start("b", num_tokens=8, plan=LONG)
     sender.grant({0: cells(68, 72)}, "b")
     assert not gathers(sender.compute(0, "b"))
-    sender.finish(small.place)
-    (whole,) = gathers(sender.watermark(4 * CELL))
+    (whole,) = gathers(sender.finish(small.place))
     assert whole.piece.request_id == "whole" and whole.place == 0
-    sender.finish(whole.place)
-    assert [gather.piece.request_id for gather in gathers(sender.watermark(68 * CELL))] == ["b"]
+    assert [gather.piece.request_id for gather in gathers(sender.finish(whole.place))] == ["b"]
 
 
 def test_a_session_that_always_has_a_piece_leaves_its_slot_to_one_that_waits() -> None:
-    """Small pieces could keep a slot occupied for ever: each begins before the one before it is released."""
+    """Small pieces could keep a slot occupied for ever: each begins before the one before it is written."""
     sender = SenderHand(decode_tp=2, num_slots=1, slot_bytes=LONG_BYTES, ring_cells=64)
     both, plan = sender.routes, ChunkPlan(chunk_tokens=256)  # its pieces have as many bytes on one of two routes
     sender.routes = both[:1]
@@ -338,17 +336,14 @@ def test_a_session_that_always_has_a_piece_leaves_its_slot_to_one_that_waits() -
     sender.routes = both
     sender.compute(0, "other")
     sender.grant({0: cells(0, 1)}, "other", route=both[1].index)
-    # Nothing was released from the slot: it may still be filled.
+    # No piece has left the slot: it may still be filled.
     (third,) = gathers(sender.grant({0: cells(2, 3)}, "2", route=both[0].index))
-    sender.finish(begun[0].place)
-    assert not gathers(sender.watermark(CELL, session=1))
+    assert not gathers(sender.finish(begun[0].place))
     assert not gathers(sender.grant({0: cells(3, 4)}, "3", route=both[0].index))
-    sender.finish(begun[1].place)
-    sender.finish(third.place)
-    (other,) = gathers(sender.watermark(3 * CELL, session=1))
+    assert not gathers(sender.finish(begun[1].place))
+    (other,) = gathers(sender.finish(third.place))
     assert other.piece.request_id == "other"
-    sender.finish(other.place)
-    assert [gather.piece.request_id for gather in gathers(sender.watermark(CELL, session=2))] == ["3"]
+    assert [gather.piece.request_id for gather in gathers(sender.finish(other.place))] == ["3"]
 
 
 def test_sessions_that_found_no_slot_begin_all_that_waits_in_the_order_in_which_they_came() -> None:
@@ -362,12 +357,10 @@ def test_sessions_that_found_no_slot_begin_all_that_waits_in_the_order_in_which_
     for name, route, place in (("a", 2, 0), ("b", 1, 0), ("c", 2, 1)):
         assert not gathers(sender.compute(0, name))
         assert not gathers(sender.grant({0: cells(place, place + 1)}, name, route=every[route].index))
-    sender.finish(begun.place)
-    then = gathers(sender.watermark(CELL, session=1))
-    assert [gather.piece.request_id for gather in then] == ["a", "c"]
-    for gather in then:
-        sender.finish(gather.place)
-    (last,) = gathers(sender.watermark(2 * CELL, session=3))
+    a, c = gathers(sender.finish(begun.place))
+    assert (a.piece.request_id, c.piece.request_id) == ("a", "c")
+    assert not gathers(sender.finish(a.place))
+    (last,) = gathers(sender.finish(c.place))
     assert last.piece.request_id == "b"
 
 
@@ -406,7 +399,6 @@ def test_sessions_that_have_places_take_turns_for_a_free_slot() -> None:
     for name, route, place in (("a0", 0, 0), ("a1", 0, 1), ("b0", 1, 0), ("a2", 0, 2), ("a3", 0, 3), ("b1", 1, 1)):
         ready(name, route, place)
     assert list(begun) == ["a0", "a1", "b0"]
-    for position, (over, then) in enumerate((("a0", "a2"), ("a1", "b1")), 1):
-        sender.finish(begun[over])
-        (gather,) = gathers(sender.watermark(position * CELL, session=1))
+    for over, then in (("a0", "a2"), ("a1", "b1")):
+        (gather,) = gathers(sender.finish(begun[over]))
         assert gather.piece.request_id == then

@@ -173,21 +173,24 @@ def test_the_world_notices_an_end_that_is_never_heard(monkeypatch: pytest.Monkey
         play_wrong(20, is_one_sided=True, is_revocable=False, faults=Faults(link_deaths=3))
 
 
-def test_the_world_notices_pages_that_are_freed_before_a_second_gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a sender would do it that counts gathers and forgets that one may come again."""
+@pytest.mark.parametrize("direct", [0, 100], ids=["staged", "direct"])
+def test_the_world_notices_pages_that_are_freed_before_a_second_gather(monkeypatch: pytest.MonkeyPatch, direct: int) -> None:
+    """As a sender would do it that keeps the pages until every piece was gathered, and forgets that one may be gathered again."""
     honest = Sender.handle
+    gathered = (SenderStage.WRITING, SenderStage.WRITTEN, SenderStage.RELEASED)
 
     def handle(self: Sender, event: tx.Event, now_s: float) -> list[tx.Action]:
         actions = honest(self, event, now_s)
         for request in self.requests.values():
-            if request.to_gather == 0 and not request.source_released:
+            pieces = [piece for route in request.routes.values() for piece in route.pieces.values() if piece.stage in gathered]
+            if len(pieces) == request.num_pieces and not request.source_released:
                 request.source_released = True
                 actions.append(tx.SourceReleased(request_id=request.request_id))
         return actions
 
     monkeypatch.setattr(Sender, "handle", handle)
     with pytest.raises(WorldError, match="after its source was released"):
-        play_wrong(20, is_one_sided=True, direct=100, faults=Faults(corrupt=20))
+        play_wrong(20, is_one_sided=True, direct=direct, faults=Faults(corrupt=20))
 
 
 def test_the_world_notices_a_decline_beside_a_gather(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,8 +188,8 @@ class Decline:
 class SourceReleased:
     """No gather will read the request's pages again.
 
-    Reported when the last gather is done. If a session of the request is direct, reported only when every piece is released,
-    because a rejected piece is gathered again.
+    Reported when every piece is released, because a rejected piece is gathered again. For a failed request, reported when none of
+    its gathers is under way.
     """
 
     request_id: str

@@ -14,8 +14,8 @@ share it.
 The stages of a piece::
 
     not asked -> ASKED -> GRANTED -> GATHERING -> WRITING -> WRITTEN -> RELEASED
-                   |         |          |            ^          |
-                   |         |          |            +-rejected-+
+                   |         ^          |            |          |
+                   |         +-------------- rejected ----------+
                    +---------+----------+------------+----------+--> DROPPED, when its request fails
 
 - ASKED. `_ask` requests the next grants of a route. At most `grants_ahead` pieces of a route are between ASKED and RELEASED, so
@@ -27,8 +27,9 @@ The stages of a piece::
   into the ring.
 - WRITING, WRITTEN. One write carries the place. Then `ChunkReady` is sent. On a direct session the gather is the write, and at
   most `MAX_DIRECT_GATHERS` are under way. If its stream sends a signal, `ChunkReady` follows only when no release comes.
-- RELEASED. A watermark shows that the decode rank has copied the bytes into its pool. The place is kept until then, because a
-  rejected piece is written again from it, with the next attempt number. A direct session gathers it again.
+- RELEASED. A watermark shows that the decode rank has copied the bytes into its pool. A piece whose bytes arrived broken is
+  rejected instead: it is GRANTED again, with the next attempt number. The pages are kept until the release for this case. The
+  place is not, because it is free for another piece as soon as the write ends.
 
 What a peer sends can be lost, repeated, late or hostile:
 
@@ -42,13 +43,12 @@ A request fails as a whole (`_fail`). No new work begins, unused grants are decl
 settle. Then every route whose session is open reports `WriterDrained`, and the owner gets `OutgoingFailed` (rule 9). When a
 session is lost, its transport is closed already, so only its gathers are waited for.
 
-`SourceReleased` comes when the last gather is done. With a direct session it comes when the last grant is released, because a
-rejected piece is gathered again. After a failure it comes when no gather is under way.
+`SourceReleased` comes when the last grant is released. After a failure it comes when no gather is under way.
 
 Staging memory has slots, which belong to one session at a time (`StagingArena`). Sessions take turns for slots
 (`_begin_ready_pieces`). The last free slot is kept for a session that has grants and no place. While a session waits for a slot,
-a slot from which a piece was released takes no more pieces. So a peer that releases nothing cannot stop the others, and no
-session keeps a slot for ever.
+a slot that a piece has left takes no more pieces. So a peer that takes no bytes cannot stop the others, and no session keeps a
+slot for ever.
 
 No event visits all pieces of a request, which can be tens of thousands. Grants that wait for ring bytes are indexed by the
 position that blocks them (`transfer.ring_index`).
@@ -116,9 +116,9 @@ MAX_SPENT_KEYS = 4096  # limit of one session; an honest ring has far fewer unre
 class Sender:
     """See the module's docstring.
 
-    Invariants (`check_invariants`): a place belongs to exactly one piece of a living request that is gathering, writing, or
-    written and not released. A piece takes a place only when its grant is writable, so the piece in a place can always go on.
-    Pieces of direct sessions take no staging memory.
+    Invariants (`check_invariants`): a place belongs to exactly one piece of a living request that is gathered or written. A piece
+    takes a place only when its grant is writable, so the piece in a place can always go on. Pieces of direct sessions take no
+    staging memory.
     """
 
     def __init__(self, settings: SenderSettings, *, incarnation: int) -> None:
@@ -249,7 +249,7 @@ class Sender:
             if not lost:
                 continue
             for piece in [piece for route in lost for piece in route.outstanding.values()]:
-                if piece.stage in (SenderStage.WRITING, SenderStage.WRITTEN):
+                if piece.stage is SenderStage.WRITING:
                     self._pieces.free(piece)
                 if piece.stage is not SenderStage.GATHERING:
                     self._end_wait(piece)
@@ -275,9 +275,8 @@ class Sender:
         self._note_free(event.session, session)
 
     def _release(self, piece: SenderPiece) -> None:
-        """Free the place of a piece that the peer has taken over, and end the request after its last piece."""
+        """End a piece that the peer has taken over, and the request after its last piece."""
         request = piece.sending
-        self._pieces.free(piece)
         self._let_go(piece)
         piece.stage = SenderStage.RELEASED
         self._actions.append(PieceReleased(ack_s=self._now_s - piece.written_s))
@@ -307,7 +306,6 @@ class Sender:
         elif (largest := self._note_plan(outgoing)) > (most := self._settings.slot_bytes):
             self._fail(request, f"its pieces have up to {largest} bytes; a staging slot of this rank has room for {most}")
         else:
-            request.is_source_kept = any(self._sessions[route.session].is_direct for route in outgoing.routes)
             for state in request.routes.values():
                 self._ask(request, state)
 
@@ -418,26 +416,21 @@ class Sender:
     # Gather and write
 
     def _begin_gather(self, piece: SenderPiece, session: SessionState) -> None:
-        """Start the first gather of a piece that has its place, and record its wait for credit."""
-        assert piece.ready_s is not None
+        """Start the gather of a piece that has its place, and record its wait for credit."""
+        assert piece.ready_s is not None and piece.place is not None
         if piece.sending.first_gather_s is None:
             piece.sending.first_gather_s = self._now_s
-        self._gather(piece, session, credit_wait_s=self._now_s - piece.ready_s)
-
-    def _gather(self, piece: SenderPiece, session: SessionState, *, credit_wait_s: float = 0.0) -> None:
         piece.stage = SenderStage.GATHERING
         session.num_gathering += 1
-        assert piece.place is not None
-        event = piece.sending.computed[piece.chunk.index]
-        self._actions.append(StartGather(piece=piece, place=piece.place, event=event, credit_wait_s=credit_wait_s))
+        event, waited_s = piece.sending.computed[piece.chunk.index], self._now_s - piece.ready_s
+        self._actions.append(StartGather(piece=piece, place=piece.place, event=event, credit_wait_s=waited_s))
 
     def _on_gather_finished(self, event: GatherFinished) -> None:
         piece = self._pieces.piece_at(event.place, SenderStage.GATHERING)
         if piece is None:
             raise LocalProtocolError(f"gather into place {event.place} finished, but none was under way")
         request = piece.sending
-        request.to_gather -= not piece.gathered  # a piece that is sent again was counted before
-        piece.gathered, piece.digest = True, event.digest
+        piece.digest = event.digest
         session = self._sessions.get(piece.session)
         if session is not None:
             session.num_gathering -= 1
@@ -449,14 +442,9 @@ class Sender:
             self._give_up(piece)
             self._finish_failed(request)
         else:
-            if request.to_gather == 0 and not request.is_source_kept:
-                self._release_source(request)
-            self._write(piece)
-
-    def _write(self, piece: SenderPiece) -> None:
-        piece.stage, piece.since_s = SenderStage.WRITING, self._now_s
-        assert piece.place is not None
-        self._actions.append(StartWrite(piece=piece, place=piece.place, key=grant_key(piece.granted.begin, piece.attempt)))
+            piece.stage, piece.since_s = SenderStage.WRITING, self._now_s
+            assert piece.place is not None
+            self._actions.append(StartWrite(piece=piece, place=piece.place, key=grant_key(piece.granted.begin, piece.attempt)))
 
     def _on_written(self, piece: SenderPiece, *, is_signalled: bool = False) -> None:
         """Record that the piece's bytes lie in its grant: `WriteFinished`, or on a direct session `GatherFinished`.
@@ -464,6 +452,7 @@ class Sender:
         A signalled piece may be released already. Otherwise `ChunkReady` is sent at a tick, in case the signal was missed.
         """
         request, grant = piece.sending, piece.granted
+        self._pieces.free(piece)
         request.writes += 1
         request.num_bytes += piece.num_bytes
         request.slices += request.routes[piece.route.index].expected.num_slices(piece.chunk)
@@ -568,15 +557,12 @@ class Sender:
             first_bytes = Grant(message.begin, message.begin + ALIGNMENT_BYTES)
             self._decline_unknown(session, first_bytes, attempt=message.attempt + 1)
         elif piece.stage is SenderStage.WRITTEN and message.attempt == piece.attempt:
-            # For this case, places and the pages behind direct sessions are kept until the grant is released.
-            state = self._sessions[session]
-            state.discard_written(piece)
+            # For this case, the pages are kept until the grant is released.
+            self._sessions[session].discard_written(piece)
             piece.attempt += 1
             piece.sending.resends += 1
-            if state.is_direct:
-                self._gather(piece, state)
-            else:
-                self._write(piece)
+            piece.stage, piece.since_s = SenderStage.GRANTED, self._now_s
+            self._mark_ready(piece)
 
     def _on_abort(self, session: int, message: AbortTransfer) -> None:
         request = self._requests.get(message.request_id)
@@ -608,11 +594,12 @@ class Sender:
         self._finish_failed(request)
 
     def _give_up(self, piece: SenderPiece) -> None:
-        """Drop a piece that was not written, and decline its grant."""
+        """Drop a piece whose attempt was not written, and decline its grant."""
         self._end_wait(piece)
         piece.stage = SenderStage.DROPPED
         self._let_go(piece)
         if piece.grant is not None:
+            self._spend_written(piece, num_attempts=piece.attempt)
             self._decline(piece.session, piece.grant, attempt=piece.attempt)
 
     def _end_wait(self, piece: SenderPiece) -> None:
@@ -621,14 +608,18 @@ class Sender:
             self._actions.append(WaitGivenUp(credit_wait_s=self._now_s - piece.ready_s))
 
     def _drop_written(self, piece: SenderPiece) -> None:
-        """Drop a piece whose bytes were sent: its keys are spent, its place is free."""
-        self._pieces.free(piece)
+        """Drop a piece whose bytes were sent: its keys are spent."""
         self._let_go(piece)
         piece.stage = SenderStage.DROPPED
-        session, grant = self._sessions[piece.session], piece.granted
-        session.discard_written(piece)
-        for attempt in range(piece.attempt + 1):
-            session.spend(grant_key(grant.begin, attempt), grant)
+        self._sessions[piece.session].discard_written(piece)
+        self._spend_written(piece, num_attempts=piece.attempt + 1)
+
+    def _spend_written(self, piece: SenderPiece, *, num_attempts: int) -> None:
+        """Mark the keys of a dropped piece's written attempts as spent."""
+        session = self._sessions.get(piece.session)
+        if session is not None:
+            for attempt in range(num_attempts):
+                session.spend(grant_key(piece.granted.begin, attempt), piece.granted)
 
     def _let_go(self, piece: SenderPiece) -> None:
         """Remove a piece from the outstanding pieces, and its grant from the held grants."""
@@ -698,12 +689,14 @@ class Sender:
         stuck: dict[int, str] = {}
         for piece in self._pieces.held().values():
             if piece.stage is SenderStage.WRITING and self._now_s - piece.since_s > limit_s:
-                what = "has been pending"
-            elif piece.stage is SenderStage.WRITTEN and self._now_s - piece.written_s > limit_s:
-                what = "was not taken over"
-            else:
-                continue
-            stuck.setdefault(piece.session, f"a write of {piece.num_bytes} bytes {what} for more than {limit_s:g} s")
+                stuck.setdefault(
+                    piece.session, f"a write of {piece.num_bytes} bytes has been pending for more than {limit_s:g} s"
+                )
+        for number, session in self._sessions.items():
+            # The oldest write comes first.
+            piece = next(iter(session.written), None)
+            if piece is not None and self._now_s - piece.written_s > limit_s:
+                stuck.setdefault(number, f"a write of {piece.num_bytes} bytes was not taken over for more than {limit_s:g} s")
         self._actions.extend(CloseSession(session=session, reason=reason) for session, reason in stuck.items())
 
 
@@ -725,7 +718,7 @@ class _Starving:
     def keep_last_slot(self) -> bool:
         """Whether the last free slot is kept for a session that has grants and no place.
 
-        Otherwise a peer that takes nothing over could hold every slot, and stop the transfers of all other peers.
+        Otherwise a peer that takes no bytes could hold every slot, and stop the transfers of all other peers.
         """
         return not self._granted.keys() <= self._staging.sessions
 

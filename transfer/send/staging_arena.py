@@ -2,10 +2,10 @@
 
 The memory is divided into *slots* of equal size, as many as fit. A slot has room for the largest piece that a session can have.
 So a join whose plan has smaller pieces makes more slots of the same memory. A piece takes a *place* in a slot. While a slot has a
-place, it belongs to the session of that place, and only pieces of this session share it. So a session that releases nothing holds
+place, it belongs to the session of that place, and only pieces of this session share it. So a session whose writes hang holds
 its own slots only. Free memory is not fragmented: each free slot has room for any piece.
 
-A session that waits for its peer can hold thousands of slots. So the arena sorts the slots of each session that have room by that
+A session can hold thousands of slots. So the arena sorts the slots of each session that have room by that
 room. Full slots are not listed.
 
 If the size of slots changes, the places stay where they are. A new slot is used when the places of other sessions that reach into

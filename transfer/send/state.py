@@ -63,7 +63,6 @@ class SenderPiece(Piece):
     place: int | None = None
     digest: int = 0
     attempt: int = 0
-    gathered: bool = False
     since_s: float = 0.0  # when it entered its stage, or its message was last repeated
     written_s: float = 0.0  # when its last write was done
     ready_s: float | None = None  # when it was both granted and computed
@@ -112,8 +111,6 @@ class SenderRequest:
     routes: dict[int, SenderRoute] = field(default_factory=dict)  # by route index
     computed: dict[int, DeviceEvent | None] = field(default_factory=dict)  # by chunk index
     num_chunks: int
-    is_source_kept: bool = False  # until all is released: pieces gathered into a ring have no other copy to send again
-    to_gather: int = 0
     to_release: int = 0
     computed_s: float | None = None
     first_gather_s: float | None = None
@@ -137,7 +134,7 @@ class SenderRequest:
             request.routes[one.route.index] = SenderRoute(
                 route=one.route, session=one.session, expected=expected, unasked=iter(expected)
             )
-        request.to_gather = request.to_release = request.num_pieces
+        request.to_release = request.num_pieces
         return request
 
     @property
@@ -184,15 +181,18 @@ class SenderRequest:
         )
 
     def check_invariants(self) -> None:
-        """Raise LocalProtocolError if the counts or the outstanding pieces do not match the pieces."""
+        """Raise LocalProtocolError if the count or the outstanding pieces do not match the pieces."""
         every = [piece for route in self.routes.values() for piece in route.pieces.values()]
-        gathers = self.num_pieces - sum(piece.gathered for piece in every)
         releases = self.num_pieces - sum(piece.stage is SenderStage.RELEASED for piece in every)
-        if self.failure is None and (gathers, releases) != (self.to_gather, self.to_release):
-            raise LocalProtocolError(f"invariant broken: counts of request {self.request_id}")
+        if self.failure is None and releases != self.to_release:
+            raise LocalProtocolError(
+                f"invariant broken: {self.to_release} of request {self.request_id} to release, not {releases}"
+            )
         living = [piece for piece in every if piece.stage not in (SenderStage.RELEASED, SenderStage.DROPPED)]
         if living != self.outstanding():
             raise LocalProtocolError(f"invariant broken: outstanding pieces of request {self.request_id}")
+        if any((piece.place is not None) != (piece.stage in UNDER_WAY) for piece in every):
+            raise LocalProtocolError(f"invariant broken: places of request {self.request_id}")
         if self.failure is not None and any(piece.stage not in UNDER_WAY for piece in living):
             raise LocalProtocolError(f"invariant broken: failed request {self.request_id} has pieces that nothing is done with")
 
@@ -281,7 +281,7 @@ class SessionState:
 
 
 class PiecesUnderWay:
-    """The pieces that are gathered, written or wait for their release, by their *place*.
+    """The pieces that are gathered or written, by their *place*.
 
     The place of a staged piece is its first byte in the staging memory. A piece of a direct session is gathered into the ring, so
     it needs no memory. Its place is a unique number behind the staging memory. So slots limit only staging memory, and the ring
@@ -310,7 +310,7 @@ class PiecesUnderWay:
     def free(self, piece: SenderPiece) -> None:
         """Free the piece's place."""
         place, piece.place = piece.place, None
-        assert place is not None, "a piece between its gather and its release has a place"
+        assert place is not None, "a piece has a place from its gather to the end of its write"
         del self._pieces[place]
         if place < self._staging.num_bytes:
             self._staging.release(place)
@@ -331,5 +331,5 @@ class PiecesUnderWay:
         if staged != self._staging.begins():
             raise LocalProtocolError(f"invariant broken: places held {staged} and taken {self._staging.begins()} differ")
         for place, piece in self._pieces.items():
-            if piece.place != place or piece.stage not in (SenderStage.GATHERING, SenderStage.WRITING, SenderStage.WRITTEN):
+            if piece.place != place or piece.stage not in UNDER_WAY:
                 raise LocalProtocolError(f"invariant broken: place {place} is held by a piece that is {piece.stage.name}")
