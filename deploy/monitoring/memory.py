@@ -195,7 +195,7 @@ _RING: Final = Row(
         Chart(
             title="Staging slots in use",
             description=(
-                "Share of each prefill rank's staging slots. All in use for long: writes or releases are slower than gathers "
+                "Share of each prefill rank's staging slots. All in use for long: writes are slower than gathers "
                 "(link dashboard)."
             ),
             unit=Unit.SHARE,

@@ -235,7 +235,7 @@ _HOLDS: Final = Row(
         Chart(
             title="Staging slots in use",
             description=(
-                "Share of each prefill rank's staging slots. All in use for long: writes or releases are slower than gathers. "
+                "Share of each prefill rank's staging slots. All in use for long: writes are slower than gathers. "
                 "More slots (staging.num_slots) help with bursts only."
             ),
             unit=Unit.SHARE,

@@ -543,7 +543,7 @@ RANK_STATE_METRICS: Final = (
         "Staging slots by state. Their number depends on the largest piece for the joined decode nodes.",
         ("state", ("used", "free")),
         roles=PREFILL,
-        advice="No free slots for long: writes or releases are slower than gathers (staging.num_slots).",
+        advice="No free slots for long: writes are slower than gathers (staging.num_slots).",
     ),
     gauge(
         "pool_pages",

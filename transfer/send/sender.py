@@ -116,9 +116,9 @@ MAX_SPENT_KEYS = 4096  # limit of one session; an honest ring has far fewer unre
 class Sender:
     """See the module's docstring.
 
-    Invariants (`check_invariants`): a place belongs to exactly one piece of a living request that is gathered or written. A piece
-    takes a place only when its grant is writable, so the piece in a place can always go on. Pieces of direct sessions take no
-    staging memory.
+    Invariants (`check_invariants`): a place belongs to exactly one piece of a living request, which is GATHERING or WRITING. A
+    piece takes a place only when its grant is writable, so the piece in a place can always go on. Pieces of direct sessions take
+    no staging memory.
     """
 
     def __init__(self, settings: SenderSettings, *, incarnation: int) -> None:
