@@ -175,13 +175,14 @@ def test_a_rejected_chunk_is_gathered_again() -> None:
 def rejected_piece_that_waits() -> SenderHand:
     """Return a sender whose piece "r" was rejected, and waits until "other" has left the only place."""
     sender = SenderHand(num_slots=1)
+    sender.now_s = 1.0
     sender.to_writing()
     sender.start("other", num_tokens=4)
     sender.compute(0, "other")
     sender.grant({0: cells(2, 4)}, "other")
     (gather,) = of_type(sender.written(0), tx.StartGather)
     assert gather.piece.request_id == "other"
-    sender.now_s = 1.0
+    sender.now_s = 2.0
     assert sender.reject(0) == []
     return sender
 
@@ -193,25 +194,31 @@ def test_a_rejected_chunk_waits_for_a_place_like_any_other() -> None:
     assert not messages(sender.tell(tx.Tick(), now_s=4.0), ChunkReady)  # its bytes are not those of the next attempt
     sender.gathered(0)
     (gather,) = of_type(sender.written(0), tx.StartGather)
-    assert (gather.piece.request_id, gather.piece.attempt, gather.credit_wait_s) == ("r", 1, 3.0)
+    assert (gather.piece.request_id, gather.piece.attempt, gather.credit_wait_s) == ("r", 1, 2.0)
     (write,) = of_type(sender.gathered(0), tx.StartWrite)
     assert write.key == grant_key(0, 1)
     (ready,) = messages(sender.written(0), ChunkReady)
     assert (ready.request_id, ready.attempt) == ("r", 1)
 
 
-@pytest.mark.parametrize("is_gathering", [False, True], ids=["waits for a place", "is gathered"])
-def test_a_rejected_chunk_that_is_given_up_declines_only_its_second_attempt(is_gathering: bool) -> None:
+@pytest.mark.parametrize("stage", [SenderStage.GRANTED, SenderStage.GATHERING, SenderStage.WRITING, SenderStage.WRITTEN])
+def test_the_keys_of_a_rejected_chunk_that_is_given_up_are_written_or_declined_once(stage: SenderStage) -> None:
     sender = rejected_piece_that_waits()
-    if is_gathering:
+    if stage is not SenderStage.GRANTED:
         sender.finish(0)
+    if stage in (SenderStage.WRITING, SenderStage.WRITTEN):
+        sender.gathered(0)
+    if stage is SenderStage.WRITTEN:
+        sender.written(0)
     actions = sender.abort()
-    if is_gathering:
-        assert not of_type(actions, tx.OutgoingFailed) and not declined(actions)
+    assert of_type(actions, tx.WaitGivenUp) == [tx.WaitGivenUp(credit_wait_s=0.0)] * (stage is SenderStage.GRANTED)
+    if stage is SenderStage.GATHERING:
+        assert not declined(actions)
         actions = sender.gathered(0)
-    else:
-        assert of_type(actions, tx.WaitGivenUp) == [tx.WaitGivenUp(credit_wait_s=0.0)]
-    assert declined(actions) == [grant_key(0, 1)]
+    elif stage is SenderStage.WRITING:
+        actions += sender.written(0)
+    is_sent = stage in (SenderStage.WRITING, SenderStage.WRITTEN)
+    assert declined(actions) == ([] if is_sent else [grant_key(0, 1)])
     assert of_type(actions, tx.OutgoingFailed) and messages(actions, WriterDrained)
     assert sender.machine.num_spent_keys == 2
     late = [*sender.grant({0: cells(0, 2)}), *sender.reject(0), *sender.grant({0: cells(0, 2)}), *sender.reject(0)]

@@ -693,10 +693,9 @@ class Sender:
                     piece.session, f"a write of {piece.num_bytes} bytes has been pending for more than {limit_s:g} s"
                 )
         for number, session in self._sessions.items():
-            # The oldest write comes first.
-            piece = next(iter(session.written), None)
-            if piece is not None and self._now_s - piece.written_s > limit_s:
-                stuck.setdefault(number, f"a write of {piece.num_bytes} bytes was not taken over for more than {limit_s:g} s")
+            oldest = next(iter(session.written), None)
+            if oldest is not None and self._now_s - oldest.written_s > limit_s:
+                stuck.setdefault(number, f"a write of {oldest.num_bytes} bytes was not taken over for more than {limit_s:g} s")
         self._actions.extend(CloseSession(session=session, reason=reason) for session, reason in stuck.items())
 
 
