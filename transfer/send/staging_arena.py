@@ -2,11 +2,11 @@
 
 The memory is divided into *slots* of equal size, as many as fit. A slot has room for the largest piece that a session can have.
 So a join whose plan has smaller pieces makes more slots of the same memory. A piece takes a *place* in a slot. While a slot has a
-place, it belongs to the session of that place, and only pieces of this session share it. So a session whose writes hang holds
-its own slots only. Free memory is not fragmented: each free slot has room for any piece.
+place, it belongs to the session of that place, and only pieces of this session share it. So a session whose writes hang holds its
+own slots only. Free memory is not fragmented: each free slot has room for any piece.
 
-A session can hold thousands of slots. So the arena sorts the slots of each session that have room by that
-room. Full slots are not listed.
+A session can hold thousands of slots. So the arena sorts the slots of each session that have room by that room. Full slots are
+not listed.
 
 If the size of slots changes, the places stay where they are. A new slot is used when the places of other sessions that reach into
 it are released.
@@ -118,7 +118,7 @@ class StagingArena:
 
         Args:
             may_open: Whether the piece may take a free slot.
-            may_refill: Whether the piece may take a place in a slot of the session from which pieces were released already.
+            may_refill: Whether the piece may take a place in a slot of the session that pieces have left already.
         """
         if num_bytes > self._slot_bytes:
             raise LocalProtocolError(f"a piece has {num_bytes} bytes; a staging slot has {self._slot_bytes}")
