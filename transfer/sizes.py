@@ -15,7 +15,7 @@ from transfer.piece_size import MIN_PIECE_BYTES, largest_piece_bytes, piece_byte
 from transfer.transport.base import REGION_ALIGNMENT_BYTES
 
 HOST_RING_BYTES: Final = 64 << 20
-GPU_STAGING_BYTES: Final = 1 << 30
+GPU_STAGING_BYTES: Final = 1536 << 20
 GPU_STAGING_PART: Final = 64
 """By default the staging slots of a rank together take at most this fraction of a GPU: one in 64."""
 SHORT_CHUNK_TOKENS: Final = 128

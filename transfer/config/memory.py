@@ -145,7 +145,7 @@ class StagingConfig(Section):
         default=None,
         description=(
             "Size of a slot: the largest staged piece. null: this rank's largest chunk; on a GPU, the staging memory is then "
-            "at most 1 GiB and a 64th of the device."
+            "at most 1.5 GiB and a 64th of the device."
         ),
     )
 

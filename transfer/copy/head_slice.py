@@ -65,7 +65,7 @@ class Tuning:
     conversion_warps: int = 4
     max_columns: int = 512
     halved_bytes: int = 128 << 20
-    peer_programs: int = 48
+    peer_programs: int = 64
     peer_words: int = 8192
     peer_warps: int = 32
 
