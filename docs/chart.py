@@ -11,7 +11,8 @@ from xml.sax.saxutils import escape
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 _RESULTS: Final = ROOT / "bench" / "results"
-DIRECT: Final = _RESULTS / "2026-11-30-two-h200-polled.json"
+DIRECT: Final = _RESULTS / "2026-11-30-two-h200-few-programs.json"
+UCX: Final = _RESULTS / "2026-11-30-two-h200-ucx.json"
 OTHERS: Final = _RESULTS / "2026-11-29-two-h200-pool-to-pool-before.json"
 PICTURE: Final = ROOT / "docs" / "images" / "performance.svg"
 
@@ -64,7 +65,7 @@ GROUPS: Final[Sequence[tuple[str, Sequence[Bar]]]] = (
         (
             Bar(label="kvferry, cuda_ipc", record=DIRECT, case=_SIXTEEN, row=_CUDA_IPC, color=_OWN),
             Bar(label="kvferry, nixl", case=_SIXTEEN, row=_NIXL, color=_OWN),
-            Bar(label="kvferry, ucx", case=_SIXTEEN, row=_UCX, color=_OWN),
+            Bar(label="kvferry, ucx", record=UCX, case=f"{_SIXTEEN}, 1.5 GiB in four slots", row=_UCX, color=_OWN),
         ),
     ),
 )
@@ -76,7 +77,7 @@ def performance_svg() -> str:
     Raises:
         LookupError: A record lacks a row of the chart.
     """
-    contents = {record: json.loads(record.read_text(encoding="utf-8")) for record in (DIRECT, OTHERS)}
+    contents = {record: json.loads(record.read_text(encoding="utf-8")) for record in (DIRECT, UCX, OTHERS)}
     speeds = {bar: _speed(contents[bar.record], bar) for _, bars in GROUPS for bar in bars}
     scale = (_WIDTH - _LABEL_WIDTH - _VALUE_WIDTH) / max(speeds.values())
     environment, earlier = contents[DIRECT]["environment"], contents[OTHERS]["environment"]
@@ -95,7 +96,7 @@ def performance_svg() -> str:
         y += _GROUP_GAP
     gpus = f"2 x {environment['gpus'][0]}, {environment['nvlink']}"
     what = "Llama-3-70B, 4,096 tokens, TP 4 to TP 2, one rank pair"
-    commits = f"Commits {environment['commit'][:7]} (cuda_ipc, copy) and {earlier['commit'][:7]}"
+    commits = f"Commits {environment['commit'][:7]} (cuda_ipc, ucx, copy) and {earlier['commit'][:7]}"
     parts.append(_text(8, y, f"{what}. {gpus}. {commits}.", kind="s"))
     height = y + 12
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="Transfer speed">'
