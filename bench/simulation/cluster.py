@@ -169,9 +169,8 @@ class Cluster:
     def _check_end(self) -> None:
         assert self._num_over == len(self.requests), f"{len(self.requests) - self._num_over} requests never ended"
         for prefill in self.prefill:
-            assert not (prefill.pool.value or prefill.slots.value or prefill.num_running), (
-                f"prefill node {prefill.index} kept some"
-            )
+            left = (prefill.pool.value, prefill.slots.value, prefill.num_running, prefill.num_without_slot)
+            assert not any(left), f"prefill node {prefill.index} kept {left}"
         for decode in self.decode:
             decode.ring.check_invariants()
             kept = (decode.pool.value, decode.held.value, decode.ring_used.value, decode.ring.num_live_grants, decode.num_waiting)

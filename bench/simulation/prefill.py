@@ -57,6 +57,7 @@ class PrefillNode:
         self.slots_wanted = Gauge(clock, what=f"staging slots {index}, wanted")
         self.num_running = 0
         self.num_steps = 0
+        self.num_without_slot = 0  # decode nodes with granted pieces and no slot
         self.credit_wait_s = 0.0
         self._waiting: deque[Request] = deque()
         self._accepted: deque[Request] = deque()
@@ -66,7 +67,6 @@ class PrefillNode:
         self._ready: dict[int, deque[Piece]] = {}  # by decode node: writable, computed, without a slot; in turns
         self._granted: dict[int, int] = {}  # by decode node: pieces granted and not acknowledged
         self._slots_of: dict[int, int] = {}
-        self._num_without_slot = 0  # decode nodes with granted pieces and no slot
 
     # The queue
 
@@ -220,7 +220,7 @@ class PrefillNode:
             decode = piece.request.decode
             self._nodes[decode].grant(piece)
             if not self._granted.get(decode) and not self._slots_of.get(decode):
-                self._num_without_slot += 1
+                self.num_without_slot += 1
             self._granted[decode] = self._granted.get(decode, 0) + 1
             if piece.is_computed:
                 self._mark_ready(piece)
@@ -259,7 +259,7 @@ class PrefillNode:
 
     def _next_ready(self) -> int | None:
         """Whose turn it is. The last slot is kept for a decode node that has grants and no slot."""
-        if self._settings.staging_slots - self.slots.value > 1 or not self._num_without_slot:
+        if self._settings.staging_slots - self.slots.value > 1 or not self.num_without_slot:
             return next(iter(self._ready))
         return next((decode for decode in self._ready if not self._slots_of.get(decode)), None)
 
@@ -272,22 +272,22 @@ class PrefillNode:
         self.credit_wait_s += wait_s
         self.slots.add(1)
         if not self._slots_of.get(request.decode):
-            self._num_without_slot -= 1
+            self.num_without_slot -= 1
         self._slots_of[request.decode] = self._slots_of.get(request.decode, 0) + 1
         node.ring_used.add(piece.grant.end - piece.grant.begin)
         self.gather_lane.submit(times.hand_s + times.gather_seconds(piece.num_bytes), lambda: self._on_gathered(piece, node))
 
     def _on_gathered(self, piece: Piece, node: DecodeNode) -> None:
-        request = piece.request
-        request.num_gathered += 1
-        if request.num_gathered == len(request.pieces):
-            self.pool.add(-request.prompt_tokens)
-            self.num_running -= 1
-            self._start_accepted()
-            self._ask_for_room()
         self._link.send(self.port, node.port, piece.num_bytes, lambda: self._on_written(piece, node))
 
     def _on_written(self, piece: Piece, node: DecodeNode) -> None:
+        """The slot is free. The grant is held until the ack."""
+        self.slots.add(-1)
+        self.slots_wanted.add(-1)
+        self._slots_of[node.index] -= 1
+        if not self._slots_of[node.index]:
+            self.num_without_slot += 1
+        self._pump()
         times = self._times
         node.scatter_lane.submit(times.hand_s + times.scatter_seconds(piece.num_bytes), lambda: self._on_scattered(piece, node))
 
@@ -301,20 +301,21 @@ class PrefillNode:
         self._cpu.run(self._times.ack_s, lambda: self._on_ack(piece, node))
 
     def _on_ack(self, piece: Piece, node: DecodeNode) -> None:
-        """The watermark has come: the slot is free, and so are the bytes, for requests that wait for them."""
+        """The watermark has come: the bytes are free for requests that wait for them, and after the last one the pages."""
         assert piece.grant is not None
         request = piece.request
-        self.slots.add(-1)
-        self.slots_wanted.add(-1)
-        self._slots_of[node.index] -= 1
         self._granted[node.index] -= 1
-        if self._granted[node.index] and not self._slots_of[node.index]:
-            self._num_without_slot += 1
+        if not self._granted[node.index]:
+            self.num_without_slot -= 1
         request.num_acked += 1
         if request.num_acked == len(request.pieces):
             request.acked_s = self._clock.now_s
             node.outstanding[self.index] -= request.prompt_tokens
             self._outstanding[self.index] -= request.prompt_tokens
+            self.pool.add(-request.prompt_tokens)
+            self.num_running -= 1
+            self._start_accepted()
+            self._ask_for_room()
         else:
             self._ask_for_grants(request, 1)
         node.waiting.wake(piece.grant.begin, piece.grant.end)

@@ -43,7 +43,6 @@ class Request:
     is_first_token_known: bool = False
     pieces: list[Piece] = field(default_factory=list)
     num_asked: int = 0  # pieces whose grants have been asked for
-    num_gathered: int = 0
     num_released: int = 0
     num_acked: int = 0
     credit_wait_s: float = 0.0

@@ -115,6 +115,14 @@ def test_one_request_takes_what_its_stages_take() -> None:
     assert one.exposed_s == pytest.approx(transfer_s + TIMES.ack_s)
 
 
+def test_a_slot_is_free_when_its_write_ends_and_the_pages_after_the_last_ack() -> None:
+    """Six computed pieces pass two slots before any ack. The next prompt gets the pages after the last one."""
+    times, few = replace(TIMES, ack_s=10.0, link_bytes_per_s=1e6), replace(SETTINGS, staging_slots=2, prefill_pool_tokens=800)
+    first, second = Cluster(times, few).run([Planned(at_s=at_s, prompt_tokens=768, output_tokens=4) for at_s in (0.0, 0.0)])
+    assert first.whole_s < 1.0
+    assert second.started_s == pytest.approx(first.whole_s + times.ack_s + times.reserve_s)
+
+
 def test_steps_that_are_leapt_over_are_those_that_are_made_one_by_one() -> None:
     """Without sharing, equal decode steps are one event; a million shared cores make every step and come to the same times."""
     planned = load(12, 300)
