@@ -77,6 +77,8 @@ def test_a_promise_is_kept_against_everybody_else() -> None:
     assert not tier.promise("b", 0, 1) and tier.take(0, name(2)) is None and not tier.hold(page)
     assert tier.counts(0).promised == 3 and tier.spare(0) == 0
     assert tier.hold(page, owner="a") and tier.hold(page), "who is held already can be held again"
+    tier.let_go(page)
+    assert tier.counts(0).held == 1 and tier.hold(page), "its other user keeps it"
     assert tier.take(0, name(2), owner="a") is not None and tier.counts(0).promised == 1
     tier.check_invariants()
     tier.forget("a")
