@@ -307,3 +307,34 @@ async def test_a_session_that_needs_polling_is_not_armed_and_then_sleeps_again()
     driver.remove(session)
     os.close(session.read_end)
     os.close(session.write_end)
+
+
+async def test_a_callback_may_close_a_session_that_needs_polling() -> None:
+    """By then, another part of the process can have its descriptor's number."""
+    loop, reported, heard = asyncio.get_running_loop(), list[dict[str, Any]](), list[bytes]()
+    loop.set_exception_handler(lambda _, context: reported.append(context))
+    session: Any = _PolledForAWhile()
+    driver = SessionDriver(loop)
+    driver.add(session)
+    number, ends = session.read_end, list[int]()
+
+    def close(*_: Any) -> None:
+        session.fileno = lambda: None
+        os.close(number)
+        ends[:] = os.pipe()
+        assert ends[0] == number
+        loop.add_reader(number, lambda: heard.append(os.read(number, 100)))
+
+    driver.watch(session, session, close)
+    await asyncio.sleep(0.01)
+    session.begin()
+    while not ends:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)
+    driver.remove(session)
+    os.write(ends[1], b"for the other part")
+    await asyncio.sleep(0.01)
+    assert heard == [b"for the other part"] and not reported
+    loop.remove_reader(number)
+    for end in (*ends, session.write_end):
+        os.close(end)

@@ -129,7 +129,7 @@ class SessionDriver:
             # descriptor for the old one, and never wake up.
             for other in self._driven.values():
                 if other is not driven and other.fd == driven.fd:
-                    other.fd = None
+                    other.fd, other.is_listening = None, False
             self._loop.remove_reader(driven.fd)
             self._listen(driven, driven.fd)
         self._schedule(driven)
@@ -147,9 +147,8 @@ class SessionDriver:
         driven = self._driven.pop(id(session), None)
         if driven is None:
             return
-        if driven.fd is not None:
-            self._loop.remove_reader(driven.fd)
-            driven.fd = None
+        self._stop_listening(driven)
+        driven.fd = None
         if driven.timer is not None:
             driven.timer.close()
             driven.timer = None
@@ -207,6 +206,12 @@ class SessionDriver:
         self._loop.add_reader(fd, self._pump, driven)
         driven.is_listening = True
 
+    def _stop_listening(self, driven: _Driven) -> None:
+        """Remove the descriptor from the loop; no-op if it is not there. If its session is closed, others can have its number."""
+        if driven.is_listening and driven.fd is not None:
+            self._loop.remove_reader(driven.fd)
+        driven.is_listening = False
+
     def _schedule(self, driven: _Driven) -> None:
         if not driven.is_scheduled:
             driven.is_scheduled = True
@@ -220,9 +225,6 @@ class SessionDriver:
     def _pump(self, driven: _Driven) -> None:
         """Make progress until nothing moves and the descriptor is armed, in turns with the rest of the loop."""
         session = driven.session
-        if driven.fd is not None and session.fileno() != driven.fd:
-            self._loop.remove_reader(driven.fd)  # closed by its owner without remove()
-            driven.fd = None
         spin_until: float | None = None
         rounds, ends_at = 0, time.perf_counter() + _MAX_TURN_S
         while True:
@@ -231,6 +233,9 @@ class SessionDriver:
             moved |= self._settle(driven)
             if id(session) not in self._driven:
                 return  # removed by a callback
+            if driven.fd is not None and session.fileno() != driven.fd:
+                self._stop_listening(driven)  # closed by its owner, perhaps in a callback, without remove()
+                driven.fd = None
             if moved:
                 driven.waiting_since, spin_until = None, None
                 rounds += 1
@@ -239,10 +244,7 @@ class SessionDriver:
                     return
                 continue
             if driven.fd is None or (driven.watches and session.needs_polling):
-                if driven.is_listening and driven.fd is not None:
-                    # Until it is armed again, the descriptor can stay readable.
-                    self._loop.remove_reader(driven.fd)
-                    driven.is_listening = False
+                self._stop_listening(driven)  # until it is armed again, the descriptor can stay readable
                 self._look_again_later(driven)
                 return
             if self._spin_s > 0.0 and driven.watches:
