@@ -9,23 +9,29 @@ from bench.pool_to_pool import NIXL_BULK as POOL_NIXL_BULK
 from bench.pool_to_pool import POOL_TO_POOL, SGLANG
 from bench.table import LARGE_BYTES, TARGET_OF_LIBRARY, Content, Outcome
 
+_WHOLE_BYTES = 300 << 20  # a request of 336 MB
+
 TARGET_KERNEL = 0.97  # of a copy of the same bytes on the device
 TARGET_KERNEL_WITH_DIGEST = 0.94
 TARGET_CONVERSION_WITH_DIGEST = 0.9  # of a copy of as many bytes as are read and written
 TARGET_HOST_S = 25e-6  # of a gather call with everything prepared, in steady state
 TARGET_FUSED = 0.92  # of the copy engine's copy into the same memory
-TARGET_POOL_TO_POOL = 0.9  # likewise, with digest, gather and scatter
+TARGET_POOL_TO_POOL = 0.9  # likewise, with digest, gather and scatter, 16 requests in flight
+TARGET_UCX_POOL_TO_POOL = 0.75
+TARGETS_ALONE = ((_WHOLE_BYTES, 0.72), (60 << 20, 0.40), (15 << 20, 0.20))  # one request of at least these bytes
 TARGET_NIXL_POOL_TO_POOL = 0.95  # of one NIXL write of the same bytes
-TARGET_OF_SGLANG = 2.0
+TARGET_OF_SGLANG = 2.0  # 16 in flight against its sequence alone
+TARGET_OF_SGLANG_ALONE = 1.0
 TARGET_OF_DESCRIPTORS = 100.0
 _FUSED_LANE = "cuda_ipc/fused"
+_JUDGED_VARIANTS = ("", "other sizes")
 
 
 def outcomes_of(part: str, content: Content) -> list[Outcome]:
-    """Lines of the table; of a part on one GPU, or with other sizes, they are told and not judged."""
+    """Lines of the table. Those of most variants of a part are only reported."""
     kind, _, variant = part.partition(", ")
     found = list(_READERS[kind](content))
-    if not variant:
+    if variant in _JUDGED_VARIANTS:
         return found
     return [
         Outcome(what=f"{one.what} ({variant})", measured=one.measured, limit=None, unit=one.unit, note=one.note) for one in found
@@ -92,25 +98,32 @@ def _pool_to_pool(content: Content) -> Iterator[Outcome]:
                 yield Outcome(what=f"{what}: {case}", measured=row["gb_per_s"], limit=None, unit="GB/s")
             continue
         lane = what.removeprefix("kvferry ").removesuffix(f", {POOL_TO_POOL}")
-        is_judged = case.endswith(", 16 in flight") and row["bytes"] >= LARGE_BYTES  # goodput; the time of a few is told
+        is_alone, is_many = case.endswith(", 1 in flight"), case.endswith(", 16 in flight") and row["bytes"] >= _WHOLE_BYTES
+        of_lane: dict[str, float | None] = {_FUSED_LANE: TARGET_POOL_TO_POOL, "ucx": TARGET_UCX_POOL_TO_POOL} if is_many else {}
+        if is_alone:
+            of_lane = {_FUSED_LANE: next((target for least, target in TARGETS_ALONE if row["bytes"] >= least), None)}
         facts = content["facts"][f"{case}, {lane}"]
         note = f"{row['gb_per_s']:.1f} GB/s, {row['median_s'] * 1e6:.0f} us, {facts['chunks_per_request']} chunks"
         name = f"{lane}, {case}"
         yield Outcome(
             what=f"pool to pool, {name}",
             measured=row["ratio"],
-            limit=TARGET_POOL_TO_POOL if is_judged and lane == _FUSED_LANE else None,
+            limit=of_lane.get(lane),
             unit=f"of {row['ratio_to'].partition(' (')[0]}",
             note=note,
         )
-        limits = {
-            SGLANG: TARGET_OF_SGLANG if lane == _FUSED_LANE else None,
-            POOL_NIXL_BULK: TARGET_NIXL_POOL_TO_POOL if lane == "nixl" else None,
-            "NIXL descriptors": TARGET_OF_DESCRIPTORS if lane == _FUSED_LANE else None,
-        }
+        limits: dict[str, float | None] = {}
+        if is_many and lane in (_FUSED_LANE, "nixl"):
+            limits = {
+                SGLANG: TARGET_OF_SGLANG if lane == _FUSED_LANE else None,
+                POOL_NIXL_BULK: TARGET_NIXL_POOL_TO_POOL if lane == "nixl" else None,
+                "NIXL descriptors": TARGET_OF_DESCRIPTORS if lane == _FUSED_LANE else None,
+            }
+        elif is_alone and lane == _FUSED_LANE and row["bytes"] >= _WHOLE_BYTES:
+            limits = {SGLANG: TARGET_OF_SGLANG_ALONE}
         for peer, limit in limits.items():
             theirs = _of_peer(rows, case, peer)
-            if theirs is not None and is_judged and lane in (_FUSED_LANE, "nixl"):
+            if theirs is not None:
                 times = theirs["median_s"] / row["median_s"]
                 yield Outcome(what=f"  against {peer}", measured=times, limit=limit, unit="x its speed")
 

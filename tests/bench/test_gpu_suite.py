@@ -10,6 +10,7 @@ import pytest
 
 from bench import gpu_suite
 from bench.gpu_table import outcomes_of
+from bench.pool_to_pool import SGLANG
 
 
 def test_no_part_is_begun_when_the_budget_is_spent(tmp_path: Path) -> None:
@@ -26,6 +27,33 @@ def test_every_part_is_a_benchmark_whose_report_is_read() -> None:
     wheel = Path("a.whl")
     for name, run in gpu_suite.commands(wheel=wheel, is_rehearsal=False).items():
         assert ("--sglang-wheel" in run.arguments) == (name in ("kernels", "pool to pool"))
+
+
+def test_which_measurements_judge_requests() -> None:
+    sizes = {"320 MiB": 335_544_320, "64 MiB": 67_092_480, "16 MiB": 16_793_600}
+    lanes = ("cuda_ipc/fused", "ucx", "nixl")
+    rows: list[dict[str, Any]] = []
+    facts: dict[str, Any] = {}
+    for size, num_bytes in sizes.items():
+        for case in (f"{size}, 1 in flight", f"{size}, 16 in flight"):
+            for lane in lanes:
+                facts[f"{case}, {lane}"] = {"chunks_per_request": 1}
+                rows.append({"case": case, "what": f"kvferry {lane}, pool to pool", "bytes": num_bytes, "ratio": 0.5})
+    rows.append({"case": "320 MiB, 1 in flight", "what": SGLANG, "bytes": sizes["320 MiB"], "ratio": None})
+    for row in rows:
+        row |= {"gb_per_s": 100.0, "median_s": 2e-3, "ratio_to": "peer memcpy over CUDA IPC (x)"}
+    lines = outcomes_of("pool to pool", {"rows": rows, "facts": facts})
+    assert {line.what: line.limit for line in lines if line.limit is not None} == {
+        "pool to pool, cuda_ipc/fused, 320 MiB, 1 in flight": 0.72,
+        "pool to pool, cuda_ipc/fused, 64 MiB, 1 in flight": 0.40,
+        "pool to pool, cuda_ipc/fused, 16 MiB, 1 in flight": 0.20,
+        "pool to pool, cuda_ipc/fused, 320 MiB, 16 in flight": 0.9,
+        "pool to pool, ucx, 320 MiB, 16 in flight": 0.75,
+        f"  against {SGLANG}": 2.0,
+    }
+    assert [line.limit for line in lines if SGLANG in line.what] == [1.0, 2.0, None, None]
+    assert outcomes_of("pool to pool, other sizes", {"rows": rows, "facts": facts}) == lines
+    assert not any(line.limit for line in outcomes_of("pool to pool, one gpu", {"rows": rows, "facts": facts}))
 
 
 def test_which_measurements_judge_the_kernels() -> None:
