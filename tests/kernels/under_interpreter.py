@@ -124,6 +124,35 @@ def test_a_plan_is_gathered_into_a_peers_memory_and_in_halves(
     assert found_grids == [(3, 5, 1), *grids]
 
 
+def test_gathers_into_a_peers_memory_have_large_tiles_without_a_digest_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 12 bytes are not whole words, like those of an indexer's scales. Two buffers of three tiles of 16 rows."""
+    honest, found_grids = Launcher.__call__, list[tuple[int, int, int]]()
+
+    def recorded(launcher: Launcher, stream: Stream, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> None:
+        found_grids.append(grid)
+        honest(launcher, stream, grid, arguments)
+
+    monkeypatch.setattr(Launcher, "__call__", recorded)
+    monkeypatch.setattr("transfer.copy.head_slice._TritonPlan._check_address_only", lambda *_: None)
+    case = Case(
+        layout=KVLayout(layers=(LayerSpec(num_kv_heads=1, k_head_dim=12, v_head_dim=0),) * 2, dtype=DType.INT8),
+        shard=Shard(page_size=4),
+        num_pages=12,
+        heads=Range(begin=0, end=1),
+        wire_dtype=DType.INT8,
+        pages=tuple(range(11, 1, -1)),
+        tokens=Range(begin=3, end=40),
+        num_tokens=40,
+    )
+    pool, pages = case.pool("cpu", seed=1), torch.tensor(case.pages)
+    plan = case.plan(partial(TritonCopier, tuning=Tuning(copy_words=8, peer_words=64)), pool)
+    local, peers = case.wire("cpu"), case.wire("cpu")
+    plan.gather(pages, local)
+    plan.gather(pages, address_only(peers))
+    assert not plan.can_digest and torch.equal(peers, local)
+    assert found_grids == [(19, 2, 1), (6, 1, 1)]
+
+
 def test_scatters_in_halves_write_what_the_whole_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first half runs before the wire has the second. If it runs before its own bytes arrive, the digest differs."""
     scales = {(0, True): 0.37, (1, False): 4.0, (3, False): 0.5}

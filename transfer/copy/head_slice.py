@@ -54,7 +54,8 @@ class Tuning:
             the second. Two more launches take 0.01 ms. A scatter of half of these bytes takes 0.05 ms.
         peer_programs: Most programs of a gather into memory with an address only, which is a peer's. The link bounds such a
             gather. More programs only keep the engine's kernels waiting (docs/adr/0087). 0 means one for each tile.
-        peer_words, peer_warps: Words of a tile of such a gather, and warps of its program, if it is digested and not converted.
+        peer_words, peer_warps: Words of a tile of such a gather, and warps of its program, if it is not converted. A few programs
+            with small tiles have too few bytes under way for the link.
     """
 
     copy_words: int = 256
@@ -285,8 +286,8 @@ class _TritonPlan(CopyPlan):
             is_pool_aligned = is_wire_aligned = common == 16
         row = rows.row_bytes // pool_bytes
         piece = piece_words(row, tuning.max_columns)
-        if has_digest and is_capped and not is_conversion:
-            words, num_warps = tuning.peer_words * (WORD_BYTES // wire_bytes), tuning.peer_warps
+        if is_capped and not is_conversion:
+            words, num_warps = tuning.peer_words, tuning.peer_warps
         elif has_digest:
             words, num_warps = tuning.digest_words * (WORD_BYTES // wire_bytes), tuning.digest_warps
         elif is_conversion:
