@@ -87,23 +87,32 @@ def five_buffers(
     )
 
 
+Grid = tuple[int, int, int]
+
+
+@pytest.fixture
+def launched_grids(monkeypatch: pytest.MonkeyPatch) -> list[Grid]:
+    """The grids of all launches so far. Memory with an address only may be a host's."""
+    honest, found = Launcher.__call__, list[Grid]()
+
+    def recorded(launcher: Launcher, stream: Stream, grid: Grid, arguments: tuple[int, ...]) -> None:
+        found.append(grid)
+        honest(launcher, stream, grid, arguments)
+
+    monkeypatch.setattr(Launcher, "__call__", recorded)
+    monkeypatch.setattr("transfer.copy.head_slice._TritonPlan._check_address_only", lambda *_: None)
+    return found
+
+
 @pytest.mark.parametrize(
     ("peer_programs", "grids"),
     [(0, [(3, 5, 1), (3, 2, 1), (3, 3, 1)]), (4, [(4, 1, 1)] * 3), (64, [(15, 1, 1)] * 3)],
     ids=["one per tile", "few", "some without a tile"],
 )
 def test_a_plan_is_gathered_into_a_peers_memory_and_in_halves(
-    peer_programs: int, grids: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+    peer_programs: int, grids: list[Grid], launched_grids: list[Grid]
 ) -> None:
     """Five buffers of three tiles, some scaled. Together, the halves write the bytes of the plan and have its digest."""
-    honest, found_grids = Launcher.__call__, list[tuple[int, int, int]]()
-
-    def recorded(launcher: Launcher, stream: Stream, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> None:
-        found_grids.append(grid)
-        honest(launcher, stream, grid, arguments)
-
-    monkeypatch.setattr(Launcher, "__call__", recorded)
-    monkeypatch.setattr("transfer.copy.head_slice._TritonPlan._check_address_only", lambda *_: None)
     case = five_buffers(v_head_dims=(16, 16, 0), scales={(0, True): 0.37, (1, True): 4.0, (2, False): 0.5})
     pool, pages = case.pool("cpu", seed=1), torch.tensor(case.pages)
     assert not case.plan(TritonCopier, pool).can_halve, "a small plan is not worth it"
@@ -121,19 +130,11 @@ def test_a_plan_is_gathered_into_a_peers_memory_and_in_halves(
     assert torch.equal(halves[:first], whole[:first]) and (halves[first:] == 7).all()
     plan.gather_half(1, pages, to_halves, first_page=0, digest=total)
     assert torch.equal(halves, whole) and torch.equal(total, expected)
-    assert found_grids == [(3, 5, 1), *grids]
+    assert launched_grids == [(3, 5, 1), *grids]
 
 
-def test_gathers_into_a_peers_memory_have_large_tiles_without_a_digest_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathers_into_a_peers_memory_have_large_tiles_without_a_digest_too(launched_grids: list[Grid]) -> None:
     """Rows of 12 bytes are not whole words, like those of an indexer's scales. Two buffers of three tiles of 16 rows."""
-    honest, found_grids = Launcher.__call__, list[tuple[int, int, int]]()
-
-    def recorded(launcher: Launcher, stream: Stream, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> None:
-        found_grids.append(grid)
-        honest(launcher, stream, grid, arguments)
-
-    monkeypatch.setattr(Launcher, "__call__", recorded)
-    monkeypatch.setattr("transfer.copy.head_slice._TritonPlan._check_address_only", lambda *_: None)
     case = Case(
         layout=KVLayout(layers=(LayerSpec(num_kv_heads=1, k_head_dim=12, v_head_dim=0),) * 2, dtype=DType.INT8),
         shard=Shard(page_size=4),
@@ -150,7 +151,7 @@ def test_gathers_into_a_peers_memory_have_large_tiles_without_a_digest_too(monke
     plan.gather(pages, local)
     plan.gather(pages, address_only(peers))
     assert not plan.can_digest and torch.equal(peers, local)
-    assert found_grids == [(19, 2, 1), (6, 1, 1)]
+    assert launched_grids == [(19, 2, 1), (6, 1, 1)]
 
 
 def test_scatters_in_halves_write_what_the_whole_writes(monkeypatch: pytest.MonkeyPatch) -> None:
