@@ -107,7 +107,7 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton gives the parameters 
         entry = table.to(tl.pointer_type(tl.int64)) + 2 * buffer
         pool_address = tl.load(entry)
         pool_base = tl.multiple_of(pool_address.to(tl.pointer_type(POOL_TYPE)), 16 if POOL_ALIGN > 1 else 1)
-        # In units of what pieces begin on: the compiler drops what it is told of a sum when it simplifies the sum.
+        # Division and product state the alignment of the offset. The compiler loses a hint on a sum when it simplifies the sum.
         first_wire = (tl.load(entry + 1) // (WIRE_BYTES * WIRE_ALIGN)) * WIRE_ALIGN
         wire_base = tl.multiple_of(wire.to(tl.pointer_type(WIRE_TYPE)), 16 if WIRE_ALIGN > 1 else 1)
 
