@@ -86,7 +86,7 @@ PARTS = (
             module="pool_to_pool",
             arguments=(
                 *(*_CUDA, "--lanes", "cuda_ipc/fused", "nixl", "--mb", "16", "64"),
-                *("--in-flight", "1", "16", "--rounds", "12", "--decode-page-size", "16"),
+                *("--in-flight", "1", "16", "64", "--rounds", "12", "--decode-page-size", "16"),
             ),
             timeout_s=130.0,
         ),
