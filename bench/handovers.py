@@ -1,6 +1,6 @@
 """Show where the time to first token goes in vLLM servers: every hand-over between processes and threads, with its time.
 
-    python -m bench.handovers --setups one kvferry --json FILE [--lengths 512 8000] [--requests 10] [-- SERVER ARGUMENTS]
+    python -m bench.handovers --setups one kvferry --json FILE [--lengths 512 8000] [--requests 10] [--gpus 0 1] [-- SERVER ARGUMENTS]
 
 Prompts go one at a time through the servers of `bench.engines`. `bench.handover_site` records the calls of some functions in all
 processes. Each row describes one such function in one process. It shows the first and the last call for a prompt, in milliseconds
@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 8000], help="prompt lengths in tokens")
     parser.add_argument("--requests", type=int, default=10, help="prompts of each length")
     parser.add_argument("--model", type=Path, help="folder of a model (default: that of bench.engines)")
+    parser.add_argument("--gpus", nargs=2, default=["", ""], metavar=("PREFILL", "DECODE"), help="as in CUDA_VISIBLE_DEVICES")
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds for the servers of a setup to start")
     parser.add_argument("--logs", type=Path, help="folder for the logs of the servers (default: a temporary folder)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
@@ -168,6 +169,8 @@ def main() -> None:
         serving = Serving(
             model=arguments.model or thin_llama_8b(folder / "model"),
             arguments=tuple(arguments.server_arguments),
+            prefill_gpus=arguments.gpus[0],
+            decode_gpus=arguments.gpus[1],
             start_timeout_s=arguments.start_timeout,
             logs=logs,
             environment=recording(records),
