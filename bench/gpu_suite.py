@@ -38,7 +38,7 @@ _CUDA = ("--device", "cuda")
 _TINY_POOL = ("--mb", "1", "--in-flight", "1", "--chunk-tokens", "4", "--ring-mb", "4", "--rounds", "1")
 
 PARTS = (
-    Part(name="kernels", run=Run(module="kernels", timeout_s=75.0), rehearsed=("--quick",)),
+    Part(name="kernels", run=Run(module="kernels", timeout_s=150.0), rehearsed=("--quick",)),
     Part(
         name="pool to pool",
         run=Run(
@@ -85,7 +85,7 @@ PARTS = (
         run=Run(
             module="pool_to_pool",
             arguments=(
-                *(*_CUDA, "--lanes", "cuda_ipc/fused", "nixl", "--mb", "16", "64"),
+                *(*_CUDA, "--lanes", "cuda_ipc/fused", "--mb", "16", "64"),
                 *("--in-flight", "1", "16", "64", "--rounds", "12", "--decode-page-size", "16"),
             ),
             timeout_s=130.0,
