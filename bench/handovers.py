@@ -1,6 +1,6 @@
 """Show where the time to first token goes in vLLM servers: every hand-over between processes and threads, with its time.
 
-    python -m bench.handovers --setups one kvferry --json FILE [--lengths 512 8000] [--requests 10] [--gpus 0 1] [-- SERVER ARGUMENTS]
+    python -m bench.handovers --setups one kvferry --json FILE [--lengths 512 8000] [--gpus 0 1] [-- SERVER ARGUMENTS]
 
 Prompts go one at a time through the servers of `bench.engines`. `bench.handover_site` records the calls of some functions in all
 processes. Each row describes one such function in one process. It shows the first and the last call for a prompt, in milliseconds

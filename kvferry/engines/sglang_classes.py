@@ -51,6 +51,9 @@ MAX_TOKEN_ID: Final = 2**31
 GROUPS_OF_STATES: Final = {StateType.SWA: GroupKind.WINDOW, StateType.MAMBA: GroupKind.STATE, StateType.DSA: GroupKind.FULL}
 """SGLang's pools beside that of full attention, which it calls states. The pages of sparse indexers are those of the KV."""
 
+IDLE_WAIT_S: Final = 0.00025
+"""Longest wait of a scheduler without a step, and so of a new request."""
+
 log = structlog.get_logger(__name__)
 
 _queue: Any = None  # the scheduler's queue whose manager is being made
@@ -324,6 +327,19 @@ def made_receiver(original: Callable[..., Any], queue: Any, req: Any, *args: Any
     if isinstance(decode_req.kv_receiver, KvferryReceiver):
         decode_req.kv_receiver.prompt.take(tuple(req.origin_input_ids))
     return decode_req
+
+
+def on_idle(original: Callable[[Any], None], scheduler: Any) -> None:
+    """Let kvferry's threads run before a scheduler without a step looks for work again.
+
+    SGLang's loop would spin, and release the interpreter lock only for microseconds. A thread that wakes up then finds the lock
+    taken again, and can wait for hundreds of milliseconds.
+    """
+    original(scheduler)
+    queue = scheduler.disagg_prefill_bootstrap_queue
+    if queue is None:
+        queue = scheduler.disagg_decode_prealloc_queue
+    queue.kv_manager.prompts.look(patience_s=IDLE_WAIT_S)
 
 
 class MetadataRows:

@@ -114,9 +114,9 @@ class SchedulerPrompts:
         """Begin to pass on events of the prompt, until its last one."""
         self._prompts[prompt.name] = prompt
 
-    def look(self) -> None:
-        """Pass on the events since the last call."""
-        for event in self.rank.poll_events():
+    def look(self, *, patience_s: float = 0.0) -> None:
+        """Pass on the events since the last call; see `ConnectorRank.poll_events`."""
+        for event in self.rank.poll_events(patience_s=patience_s):
             prompt = self._prompts.get(event.name)
             if prompt is not None:
                 if isinstance(event, Free | Settled):

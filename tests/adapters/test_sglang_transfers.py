@@ -172,6 +172,19 @@ def test_a_prompt_in_chunks_into_pages_of_another_size(engines: Engines) -> None
     assert out.num_pages_sent == 8
 
 
+def test_a_scheduler_without_a_step_waits_for_news(engines: Engines) -> None:
+    room, tokens = engines.room(), tuple(range(40, 48))
+    out, into = engines.offered(room, tokens), engines.wanted(room, tokens, [3])
+    engines.outgoing.look(patience_s=WAIT_S)
+    assert out.state is Poll.WAITING_FOR_INPUT
+    out.begin(2, note_index=0)
+    out.send([6, 7], 8, None)
+    for prompts, prompt in ((engines.incoming, into), (engines.outgoing, out)):
+        prompts.look(patience_s=WAIT_S)
+        assert prompt.state is Poll.SUCCESS
+    engines.outgoing.look(patience_s=0.001)  # nothing more happens
+
+
 def test_a_prefix_that_decode_has_is_not_sent(engines: Engines) -> None:
     room, tokens = engines.room(), tuple(range(100, 120))
     into = engines.wanted(room, tokens, [14], prefix_tokens=16)  # of 20 tokens, two pages of 8 are there already
