@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -24,6 +25,7 @@ import yaml
 from bench.engine_load import Load, send_load
 
 HOST: Final = "127.0.0.1"
+FREE_PORTS: Final = (20_000, 32_768)
 STOP_S: Final = 10.0
 READY_POLL_S: Final = 0.2
 LOG_LINES: Final = 20
@@ -297,10 +299,11 @@ def _kvferry(setup: str, kv_port: int) -> Callable[[str], dict[str, Any]]:
 
 
 def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return int(listener.getsockname()[1])
+    """Return a port that was free a moment ago. Linux does not give it to others, because it chooses higher ones by default."""
+    while True:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind((HOST, random.randrange(*FREE_PORTS)))
+            return int(listener.getsockname()[1])
 
 
 def _session(leader: int) -> list[int]:

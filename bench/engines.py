@@ -21,7 +21,7 @@ import json
 import random
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +40,7 @@ from kvferry.demo.model import make_demo_model
 
 LEAST_REQUESTS: Final = 8
 FIRST_TOKEN_ID: Final = 3  # the smaller ids are special tokens
+SETUP_KINDS: Final[dict[str, type[Setup]]] = {"vllm": Setup, "sglang": SglangSetup}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +171,7 @@ class Comparison:
     def run(self, console: Console) -> None:
         """Start all setups, measure those that are ready, and stop them."""
         with contextlib.ExitStack() as stack:
-            kind = SglangSetup if self._arguments.engine == "sglang" else Setup
+            kind = SETUP_KINDS[self._arguments.engine]
             setups = [stack.enter_context(kind(name=name, serving=self._serving)) for name in self._arguments.setups]
             for setup in setups:
                 setup.start()
@@ -287,29 +288,23 @@ def print_table(cells: Sequence[Cell], console: Console) -> None:
     console.print(table)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare KV connectors in vLLM or SGLang servers")
-    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
-    parser.add_argument("--setups", nargs="+", default=["one", "nixl", "kvferry"])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2000, 8000], help="prompt lengths in tokens")
-    parser.add_argument("--in-flight", nargs="+", type=int, default=[1, 8, 32], help="clients that send at the same time")
-    parser.add_argument("--rounds", type=int, default=2, help="requests per client in each turn; a turn has at least 8 requests")
-    parser.add_argument("--turns", type=int, default=3, help="loads of each length and number of clients, for each setup")
-    parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--token-ids", action="store_true", help="compare token ids instead of texts; slows the first token")
-    parser.add_argument("--slo-ttft", type=float, default=0.5, help="objective in seconds, for goodput")
-    parser.add_argument("--slo-tpot", type=float, default=0.05, help="objective in seconds, for goodput")
+def add_serving_arguments(parser: argparse.ArgumentParser, *, setups: Sequence[str], lengths: Sequence[int]) -> None:
+    """Add the options of `serving_of`, with these defaults for setups and prompt lengths."""
+    parser.add_argument("--engine", choices=SETUP_KINDS, default="vllm")
+    parser.add_argument("--setups", nargs="+", default=list(setups))
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(lengths), help="prompt lengths in tokens")
     parser.add_argument("--model", type=Path, help="folder of a model with at least 768 tokens (default: see above)")
     parser.add_argument("--tp", nargs=2, type=int, default=[1, 1], metavar=("PREFILL", "DECODE"))
-    parser.add_argument("--give-up", type=float, default=0.0, metavar="SHARE", help="share of requests whose client closes early")
-    parser.add_argument("--patience", type=float, default=1.0, metavar="S", help="it closes at a random time up to S seconds")
     parser.add_argument("--gpus", nargs=2, default=["", ""], metavar=("PREFILL", "DECODE"), help="as in CUDA_VISIBLE_DEVICES")
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds for all servers to start")
     parser.add_argument("--logs", type=Path, help="folder for the logs of the servers (default: a temporary folder)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there, after each kind of load")
-    parser.add_argument("server_arguments", nargs="*", help="after --: further arguments of every vLLM server")
-    arguments = parser.parse_args()
+    parser.add_argument("server_arguments", nargs="*", help="after --: further arguments of every server of the engine")
+
+
+def serving_of(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, folder: Path, environment: Mapping[str, str] | None = None
+) -> Serving:
+    """Check the setups, and return the settings of their servers. `folder` gets the logs and the default model."""
     for setup in arguments.setups:
         if arguments.engine == "vllm":
             try:
@@ -318,21 +313,39 @@ def main() -> None:
                 parser.error(f"--setups: {error}")
         elif setup not in SGLANG_SETUPS:
             parser.error(f"--setups has {setup}; with --engine sglang, use {', '.join(SGLANG_SETUPS)}")
+    logs = arguments.logs or folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    return Serving(
+        model=arguments.model or thin_llama_8b(folder / "model"),
+        arguments=tuple(arguments.server_arguments),
+        prefill_tp=arguments.tp[0],
+        decode_tp=arguments.tp[1],
+        prefill_gpus=arguments.gpus[0],
+        decode_gpus=arguments.gpus[1],
+        start_timeout_s=arguments.start_timeout,
+        logs=logs,
+        environment=environment or {},
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare KV connectors in vLLM or SGLang servers")
+    add_serving_arguments(parser, setups=("one", "nixl", "kvferry"), lengths=(512, 2000, 8000))
+    parser.add_argument("--in-flight", nargs="+", type=int, default=[1, 8, 32], help="clients that send at the same time")
+    parser.add_argument("--rounds", type=int, default=2, help="requests per client in each turn; a turn has at least 8 requests")
+    parser.add_argument("--turns", type=int, default=3, help="loads of each length and number of clients, for each setup")
+    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--token-ids", action="store_true", help="compare token ids instead of texts; slows the first token")
+    parser.add_argument("--slo-ttft", type=float, default=0.5, help="objective in seconds, for goodput")
+    parser.add_argument("--slo-tpot", type=float, default=0.05, help="objective in seconds, for goodput")
+    parser.add_argument("--give-up", type=float, default=0.0, metavar="SHARE", help="share of requests whose client closes early")
+    parser.add_argument("--patience", type=float, default=1.0, metavar="S", help="it closes at a random time up to S seconds")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there, after each kind of load")
+    arguments = parser.parse_args()
     console = Console(width=200)
     with tempfile.TemporaryDirectory(prefix="kvferry-engines-") as folder:
-        logs = arguments.logs or Path(folder)
-        logs.mkdir(parents=True, exist_ok=True)
-        serving = Serving(
-            model=arguments.model or thin_llama_8b(Path(folder) / "model"),
-            arguments=tuple(arguments.server_arguments),
-            prefill_tp=arguments.tp[0],
-            decode_tp=arguments.tp[1],
-            prefill_gpus=arguments.gpus[0],
-            decode_gpus=arguments.gpus[1],
-            start_timeout_s=arguments.start_timeout,
-            logs=logs,
-        )
-        comparison = Comparison(arguments, serving)
+        comparison = Comparison(arguments, serving_of(parser, arguments, Path(folder)))
         comparison.run(console)
     console.print(str(Environment.here()))
 

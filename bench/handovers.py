@@ -1,10 +1,11 @@
-"""Show where the time to first token goes in vLLM servers: every hand-over between processes and threads, with its time.
+"""Show where the time to first token goes in engine servers: every hand-over between processes and threads, with its time.
 
     python -m bench.handovers --setups one kvferry --json FILE [--lengths 512 8000] [--gpus 0 1] [-- SERVER ARGUMENTS]
 
-Prompts go one at a time through the servers of `bench.engines`. `bench.handover_site` records the calls of some functions in all
-processes. Each row describes one such function in one process. It shows the first and the last call for a prompt, in milliseconds
-after the client sent the prompt, and the number of calls until the first token. All values are medians over the prompts.
+Prompts go one at a time through the servers of `bench.engines`, of vLLM or with `--engine sglang` of SGLang.
+`bench.handover_site` records the calls of some functions in all processes. Each row describes one such function in one process.
+It shows the first and the last call for a prompt, in milliseconds after the client sent the prompt, and the number of calls until
+the first token. All values are medians over the prompts.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from bench.engine_load import send_load
-from bench.engine_servers import Serving, Setup, checked_setup
-from bench.engines import prompts_of, thin_llama_8b
+from bench.engine_servers import Serving, Setup
+from bench.engines import SETUP_KINDS, add_serving_arguments, prompts_of, serving_of
 from bench.timing import Environment
 
 SITE: Final = Path(__file__).with_name("handover_site")
@@ -87,7 +87,7 @@ def rows_of(folder: Path, windows: Sequence[Window]) -> list[Row]:
     return sorted(rows, key=lambda row: row.first_ms)
 
 
-async def traced(urls: Sequence[str], prompt_tokens: int, number: int) -> list[Window]:
+async def traced(setup: Setup, prompt_tokens: int, number: int) -> list[Window]:
     """Send prompts one at a time.
 
     Raises:
@@ -97,7 +97,7 @@ async def traced(urls: Sequence[str], prompt_tokens: int, number: int) -> list[W
     prompts = prompts_of(prompt_tokens, 0, number=number + 3, seed=7)
     for at, prompt in enumerate(prompts):
         begin_ns = time.monotonic_ns()
-        load = await send_load(urls, [prompt], in_flight=1, output_tokens=OUTPUT_TOKENS, salt="handovers")
+        load = await setup.send([prompt], in_flight=1, output_tokens=OUTPUT_TOKENS, salt="handovers")
         (answer,) = load.answers
         if answer.error:
             raise RuntimeError(f"a prompt of {prompt_tokens} tokens failed: {answer.error}")
@@ -127,11 +127,11 @@ def run(arguments: argparse.Namespace, serving: Serving, console: Console) -> li
         folder = Path(serving.environment["HANDOVERS"])
         for file in folder.iterdir():
             file.unlink()
-        with Setup(name=setup, serving=serving) as running:
+        with SETUP_KINDS[arguments.engine](name=setup, serving=serving) as running:
             running.start()
             running.wait()
             for prompt_tokens in arguments.lengths:
-                windows = asyncio.run(traced(running.urls, prompt_tokens, arguments.requests))
+                windows = asyncio.run(traced(running, prompt_tokens, arguments.requests))
                 rows = rows_of(folder, windows)
                 print_rows(setup, prompt_tokens, windows, rows, console)
                 ttft_ms = [(window.end_ns - window.begin_ns) / 1e6 for window in windows]
@@ -148,33 +148,17 @@ def recording(folder: Path) -> Mapping[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Show where the time to first token goes in vLLM servers")
-    parser.add_argument("--setups", nargs="+", type=checked_setup, default=["one", "kvferry"])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 8000], help="prompt lengths in tokens")
+    parser = argparse.ArgumentParser(description="Show where the time to first token goes in engine servers")
+    add_serving_arguments(parser, setups=("one", "kvferry"), lengths=(512, 8000))
     parser.add_argument("--requests", type=int, default=10, help="prompts of each length")
-    parser.add_argument("--model", type=Path, help="folder of a model (default: that of bench.engines)")
-    parser.add_argument("--gpus", nargs=2, default=["", ""], metavar=("PREFILL", "DECODE"), help="as in CUDA_VISIBLE_DEVICES")
-    parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds for the servers of a setup to start")
-    parser.add_argument("--logs", type=Path, help="folder for the logs of the servers (default: a temporary folder)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
-    parser.add_argument("server_arguments", nargs="*", help="after --: further arguments of every vLLM server")
     arguments = parser.parse_args()
     console = Console(width=140)
     with tempfile.TemporaryDirectory(prefix="kvferry-handovers-") as name:
         folder = Path(name)
-        logs = arguments.logs or folder / "logs"
         records = folder / "records"
-        for one in (logs, records):
-            one.mkdir(parents=True, exist_ok=True)
-        serving = Serving(
-            model=arguments.model or thin_llama_8b(folder / "model"),
-            arguments=tuple(arguments.server_arguments),
-            prefill_gpus=arguments.gpus[0],
-            decode_gpus=arguments.gpus[1],
-            start_timeout_s=arguments.start_timeout,
-            logs=logs,
-            environment=recording(records),
-        )
+        records.mkdir()
+        serving = serving_of(parser, arguments, folder, recording(records))
         tables = run(arguments, serving, console)
     if arguments.json is not None:
         content = {"environment": Environment.here().to_json(), "server_arguments": serving.arguments, "tables": tables}

@@ -1,4 +1,4 @@
-"""Record when functions of the router, of vLLM and of kvferry are called: part of `bench.handovers` and `bench.lone_request`.
+"""Record when functions of the router, vLLM, SGLang and kvferry are called: part of `bench.handovers` and `bench.lone_request`.
 
 A process that has this folder in PYTHONPATH, and the folder of records in HANDOVERS, appends a line for each call of a
 function in `POINTS`: the monotonic time in nanoseconds and the label. The clock is the same in all processes of a machine. A
@@ -76,6 +76,18 @@ POINTS: tuple[tuple[str, str, str, bool, Callable[[Any, Any], bool] | None], ...
     ("transfer.connector.incoming_rank", "IncomingRank.expect", "rank expects the transfer", False, None),
     ("transfer.receive.loop", "ReceiverLoop._scatter", "scatter queued", False, None),
     ("transfer.connector.incoming_rank", "IncomingRank.on_complete", "rank has everything", False, None),
+    # SGLang
+    ("sglang.srt.managers.tokenizer_manager", "TokenizerManager.generate_request", "API has the request", False, None),
+    ("sglang.srt.managers.scheduler", "Scheduler.handle_generate_request", "engine has the request", False, None),
+    ("sglang.srt.managers.scheduler", "Scheduler.run_batch", "step begins", False, None),
+    ("sglang.srt.managers.scheduler", "Scheduler.process_batch_result", "step has results", False, None),
+    ("sglang.srt.managers.tokenizer_manager", "TokenizerManager._handle_batch_output", "API has tokens", False, None),
+    ("kvferry.engines.sglang_transfers", "OutgoingPrompt.offer", "scheduler offers the prompt", False, None),
+    ("kvferry.engines.sglang_transfers", "OutgoingPrompt.begin", "scheduler may compute the prompt", False, None),
+    ("kvferry.engines.sglang_transfers", "OutgoingPrompt.send", "scheduler sends pages", False, None),
+    ("kvferry.engines.sglang_transfers", "OutgoingPrompt.on_event", "scheduler has news", False, None),
+    ("kvferry.engines.sglang_transfers", "IncomingPrompt.bind", "scheduler has blocks", False, None),
+    ("kvferry.engines.sglang_transfers", "IncomingPrompt.on_event", "scheduler has news", False, None),
     # Daemons
     ("decode_node.node", "DecodeNode._submit", "leader has the request", False, None),
     ("transfer.connector.prefill_peer", "PrefillPeer.prefill", "leader calls prefill", False, None),
