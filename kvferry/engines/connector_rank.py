@@ -185,11 +185,11 @@ class ConnectorRank:
         """
         self._thread.check()
         news: list[TransferEvent | Settled] = []
-        with contextlib.suppress(Empty):
-            if patience_s:
+        if patience_s:
+            with contextlib.suppress(Empty):
                 news.append(self._news.get(timeout=patience_s))
-            while True:
-                news.append(self._news.get_nowait())
+        while not self._news.empty():  # no other thread takes events
+            news.append(self._news.get_nowait())
         return news
 
     @property

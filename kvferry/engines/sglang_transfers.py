@@ -25,6 +25,9 @@ from transfer.errors import IntegrityError, TransferError
 from transfer.layer_groups import GroupKind, LayerGroup
 
 ABORTED: Final = "the engine gave the request up"
+MAX_EARLY_PROMPTS: Final = 1024
+"""Prompts whose events are kept before SGLang gives them to the scheduler. A prompt that failed before never takes its events."""
+
 STAGE_WAIT_S: Final = 5.0
 """Longest wait of a later pipeline stage for the leader's message about a prompt that the first stage has started."""
 
@@ -100,6 +103,7 @@ class SchedulerPrompts:
         self.timeout_s = timeout_s
         self.clock = clock
         self._prompts: dict[str, _Prompt] = {}  # prompts for which the rank reports events
+        self._early: dict[str, list[TransferEvent | Settled]] = {}  # events that came before `watch`, by prompt, oldest first
         self._num_named = 0
 
     def __len__(self) -> int:
@@ -111,17 +115,25 @@ class SchedulerPrompts:
         return f"{room}.{self._num_named}"
 
     def watch(self, prompt: _Prompt) -> None:
-        """Begin to pass on events of the prompt, until its last one."""
+        """Pass on the events of the prompt so far, and later ones until its last one."""
         self._prompts[prompt.name] = prompt
+        for event in self._early.pop(prompt.name, ()):
+            self._pass_on(prompt, event)
 
     def look(self, *, patience_s: float = 0.0) -> None:
         """Pass on the events since the last call; see `ConnectorRank.poll_events`."""
         for event in self.rank.poll_events(patience_s=patience_s):
-            prompt = self._prompts.get(event.name)
-            if prompt is not None:
-                if isinstance(event, Free | Settled):
-                    del self._prompts[event.name]
-                prompt.on_event(event)
+            if (prompt := self._prompts.get(event.name)) is not None:
+                self._pass_on(prompt, event)
+                continue
+            self._early.setdefault(event.name, []).append(event)
+            if len(self._early) > MAX_EARLY_PROMPTS:
+                del self._early[next(iter(self._early))]
+
+    def _pass_on(self, prompt: _Prompt, event: TransferEvent | Settled) -> None:
+        if isinstance(event, Free | Settled):
+            del self._prompts[event.name]
+        prompt.on_event(event)
 
 
 class _Prompt(ABC):

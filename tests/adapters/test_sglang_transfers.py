@@ -185,6 +185,22 @@ def test_a_scheduler_without_a_step_waits_for_news(engines: Engines) -> None:
     engines.outgoing.look(patience_s=0.001)  # nothing more happens
 
 
+def test_events_of_a_prompt_that_the_scheduler_gets_later_are_kept(engines: Engines) -> None:
+    """The leader's messages can reach another rank before SGLang gives it the prompt."""
+    room, tokens = engines.room(), tuple(range(60, 68))
+    out, into = engines.offered(room, tokens), engines.wanted(room, tokens, [3])
+    other = SchedulerPrompts(rank=engines.prefill.rank, leader=None, groups=engines.outgoing.groups, page_size=4, timeout_s=30.0)
+    for _ in range(int(out.name.rpartition(".")[2]) - 1):
+        other.new_name(0)
+    other.look(patience_s=WAIT_S)
+    later = OutgoingPrompt(other, room, read_note=lambda _: b"")
+    later.offer(tokens)
+    assert later.state is Poll.WAITING_FOR_INPUT
+    for prompt in (into, out):
+        prompt.fail()
+        until(prompt.poll, Poll.FAILED)
+
+
 def test_a_prefix_that_decode_has_is_not_sent(engines: Engines) -> None:
     room, tokens = engines.room(), tuple(range(100, 120))
     into = engines.wanted(room, tokens, [14], prefix_tokens=16)  # of 20 tokens, two pages of 8 are there already
