@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 import structlog
@@ -83,7 +83,7 @@ class ConnectorRank:
         self._engine = engine
         self._security = security_for(config, sides)
         self._instance = instance
-        self._news: SimpleQueue[TransferEvent | Settled] = SimpleQueue()
+        self._news: deque[TransferEvent | Settled] = deque()
         self._outgoing: OfferedPages | None = None
         self._incoming: BoundPages | None = None
         self._parts: dict[Sides, OfferedPages | IncomingRank] = {}  # open sides
@@ -174,28 +174,22 @@ class ConnectorRank:
                 f"pages of a prompt were still read {PAUSE_TIMEOUT_S:g} s after they were taken back"
             ) from None
 
-    def poll_events(self, *, patience_s: float = 0.0) -> list[TransferEvent | Settled]:
+    def poll_events(self) -> list[TransferEvent | Settled]:
         """Return the events since the last call.
-
-        Args:
-            patience_s: Longest wait for an event, if there is none yet.
 
         Raises:
             LocalProtocolError: An unexpected error occurred. The engine must stop.
         """
         self._thread.check()
         news: list[TransferEvent | Settled] = []
-        if patience_s:
-            with contextlib.suppress(Empty):
-                news.append(self._news.get(timeout=patience_s))
-        while not self._news.empty():  # no other thread takes events
-            news.append(self._news.get_nowait())
+        while self._news:
+            news.append(self._news.popleft())
         return news
 
     @property
     def is_idle(self) -> bool:
         """Whether no prompt, transfer or grant is known, and no event waits for `poll_events`."""
-        return self._news.empty() and all(part.is_idle for part in tuple(self._parts.values()))  # the loop may add one
+        return not self._news and all(part.is_idle for part in tuple(self._parts.values()))  # the loop may add one
 
     @property
     def num_transfers(self) -> int:
@@ -335,7 +329,7 @@ class ConnectorRank:
 
     def _open_prefill(self, context: RankContext) -> Instance:
         engine, config = self._engine, self._config
-        pages = OfferedPages(send=self._send, on_news=self._news.put)
+        pages = OfferedPages(send=self._send, on_news=self._news.append)
         num_slots, device = config.staging.num_slots, engine.pool.device
         slot_bytes = staging_slot_bytes(
             config.chunk, config.staging, engine.layout, engine.shard, device_bytes(device), device=config.device
@@ -364,7 +358,7 @@ class ConnectorRank:
     async def _open_decode(self, context: RankContext, ring_bytes: int) -> str:
         """Open the decode side and return the address to announce to prefill ranks."""
         config, pool = self._config, self._engine.pool
-        pages = BoundPages(send=self._send, on_news=self._news.put)
+        pages = BoundPages(send=self._send, on_news=self._news.append)
         probe_bytes = config.transport.probe_bytes
         memory = RingMemory.take(
             context.transport,

@@ -27,8 +27,6 @@ SCHEDULER: Final = {
     # A scheduler makes a sender or a receiver. The request has the prompt's tokens, which those do not get.
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender": "made_sender",
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue": "made_receiver",
-    # A scheduler has no step to run.
-    "sglang.srt.managers.scheduler.Scheduler.on_idle": "on_idle",
 }
 
 HND_ADDRESSES: Final = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.get_contiguous_buf_infos"
@@ -89,12 +87,12 @@ def _get_kv_class(original: Callable[[Any, Any], Any], transfer_backend: Any, cl
 def _later(name: str) -> Callable[..., Any]:
     """Return a hook that calls a function of `sglang_classes`, which is loaded only if the backend is used."""
 
-    def hook(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
-        if owner.transfer_backend.value != BACKEND:
-            return original(owner, *args, **kwargs)
+    def hook(original: Callable[..., Any], queue: Any, *args: Any, **kwargs: Any) -> Any:
+        if queue.transfer_backend.value != BACKEND:
+            return original(queue, *args, **kwargs)
         from kvferry.engines import sglang_classes
 
-        return getattr(sglang_classes, name)(original, owner, *args, **kwargs)
+        return getattr(sglang_classes, name)(original, queue, *args, **kwargs)
 
     return hook
 

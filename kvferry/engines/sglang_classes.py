@@ -51,9 +51,6 @@ MAX_TOKEN_ID: Final = 2**31
 GROUPS_OF_STATES: Final = {StateType.SWA: GroupKind.WINDOW, StateType.MAMBA: GroupKind.STATE, StateType.DSA: GroupKind.FULL}
 """SGLang's pools beside that of full attention, which it calls states. The pages of sparse indexers are those of the KV."""
 
-IDLE_WAIT_S: Final = 0.00025
-"""Longest wait of a scheduler in a turn without a step. It can delay a new request by as much."""
-
 log = structlog.get_logger(__name__)
 
 _queue: Any = None  # the scheduler's queue whose manager is being made
@@ -327,19 +324,6 @@ def made_receiver(original: Callable[..., Any], queue: Any, req: Any, *args: Any
     if isinstance(decode_req.kv_receiver, KvferryReceiver):
         decode_req.kv_receiver.prompt.take(tuple(req.origin_input_ids))
     return decode_req
-
-
-def on_idle(original: Callable[[Any], None], scheduler: Any) -> None:
-    """Let kvferry's threads run before a scheduler without a step looks for work again.
-
-    SGLang's loop would spin, and release the interpreter lock only for microseconds. A thread that wakes up then finds that the
-    scheduler has taken the lock again, and can wait for hundreds of milliseconds.
-    """
-    original(scheduler)
-    prefill, decode = scheduler.disagg_prefill_bootstrap_queue, scheduler.disagg_decode_prealloc_queue
-    queue = decode if prefill is None else prefill
-    if queue is not None and get_parallel().attn_dp_size == 1:  # replicas with DP attention step together, so others would wait
-        queue.kv_manager.prompts.look(patience_s=IDLE_WAIT_S)
 
 
 class MetadataRows:

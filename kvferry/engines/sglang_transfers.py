@@ -120,9 +120,9 @@ class SchedulerPrompts:
         for event in self._early.pop(prompt.name, ()):
             self._pass_on(prompt, event)
 
-    def look(self, *, patience_s: float = 0.0) -> None:
-        """Pass on the events since the last call; see `ConnectorRank.poll_events`."""
-        for event in self.rank.poll_events(patience_s=patience_s):
+    def look(self) -> None:
+        """Pass on the events since the last call."""
+        for event in self.rank.poll_events():
             if (prompt := self._prompts.get(event.name)) is not None:
                 self._pass_on(prompt, event)
                 continue

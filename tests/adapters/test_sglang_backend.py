@@ -48,7 +48,7 @@ def test_all_that_it_hooks_into_is_there() -> None:
     assert RECORDED["hooked"][HND_ADDRESSES] == "(self)"
     assert re.match(r"\(transfer_backend: .*, class_type: ", RECORDED["hooked"][GET_CLASS])
     for target in SCHEDULER:
-        wanted = "(self, req: " if target.endswith(("create_sender", "_create_receiver_and_enqueue")) else "(self)"
+        wanted = "(self)" if target.endswith("_init_kv_manager") else "(self, req: "
         assert RECORDED["hooked"][target].startswith(wanted), target
 
 

@@ -172,31 +172,20 @@ def test_a_prompt_in_chunks_into_pages_of_another_size(engines: Engines) -> None
     assert out.num_pages_sent == 8
 
 
-def test_a_scheduler_without_a_step_waits_for_news(engines: Engines) -> None:
-    room, tokens = engines.room(), tuple(range(40, 48))
-    out, into = engines.offered(room, tokens), engines.wanted(room, tokens, [3])
-    engines.outgoing.look(patience_s=WAIT_S)
-    assert out.state is Poll.WAITING_FOR_INPUT
-    out.begin(2, note_index=0)
-    out.send([6, 7], 8, None)
-    for prompts, prompt in ((engines.incoming, into), (engines.outgoing, out)):
-        prompts.look(patience_s=WAIT_S)
-        assert prompt.state is Poll.SUCCESS
-    engines.outgoing.look(patience_s=0.001)  # nothing more happens
-
-
 def test_events_of_a_prompt_that_the_scheduler_gets_later_are_kept(engines: Engines) -> None:
-    """The leader's messages can reach another rank before SGLang gives it the prompt."""
-    room, tokens = engines.room(), tuple(range(60, 68))
-    out, into = engines.offered(room, tokens), engines.wanted(room, tokens, [3])
+    """The leader's messages can reach another rank before SGLang gives it the prompt, while it polls another one."""
     other = SchedulerPrompts(rank=engines.prefill.rank, leader=None, groups=engines.outgoing.groups, page_size=4, timeout_s=30.0)
-    for _ in range(int(out.name.rpartition(".")[2]) - 1):
+    first, second = engines.room(), engines.room()
+    outs = [engines.offered(room, (*range(60, 67), room % 100)) for room in (first, second)]
+    intos = [engines.wanted(room, (*range(60, 67), room % 100), [page]) for room, page in ((first, 3), (second, 4))]
+    for _ in range(int(outs[0].name.rpartition(".")[2]) - 1):
         other.new_name(0)
-    other.look(patience_s=WAIT_S)
-    later = OutgoingPrompt(other, room, read_note=lambda _: b"")
-    later.offer(tokens)
-    assert later.state is Poll.WAITING_FOR_INPUT
-    for prompt in (into, out):
+    late, early = [OutgoingPrompt(other, room, read_note=lambda _: b"") for room in (first, second)]
+    early.offer(())
+    until(early.poll, Poll.WAITING_FOR_INPUT)
+    late.offer(())
+    until(late.poll, Poll.WAITING_FOR_INPUT)
+    for prompt in (*intos, *outs):
         prompt.fail()
         until(prompt.poll, Poll.FAILED)
 

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from urllib.request import urlopen
 import aiohttp
 import pytest
 
+from bench.engine_servers import free_port as unused_port
 from tests.free_port import free_port
 from tests.samples import sample
 
@@ -31,15 +31,6 @@ ANSWER_S = 120.0
 END_S = 20.0
 
 _rooms = itertools.count(1 << 40)
-
-
-def free_ports(number: int) -> list[int]:
-    """Ports that were free. SGLang itself needs them so, and another process can take them meanwhile; see `free_port`."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports
 
 
 @dataclass(kw_only=True)
@@ -84,7 +75,7 @@ class Engine:
     def start(self) -> Self:
         """Start it and do not wait for it."""
         self.port, self.bootstrap_port, self.metrics_port = (self._ports.enter_context(free_port()) for _ in range(3))
-        dist_port, nccl_port = free_ports(2)
+        dist_port, nccl_port = unused_port(), unused_port()  # SGLang itself opens them, so they cannot be held
         cut = self.cut
         command = [
             str(PYTHON), "-m", "sglang.launch_server",
