@@ -25,7 +25,8 @@ import yaml
 from bench.engine_load import Load, send_load
 
 HOST: Final = "127.0.0.1"
-FREE_PORTS: Final = (20_000, 32_768)
+PORTS: Final = iter(random.sample(range(20_000, 32_768), 12_768))
+"""Linux's default ephemeral ports are higher, so it gives these to nobody."""
 STOP_S: Final = 10.0
 READY_POLL_S: Final = 0.2
 LOG_LINES: Final = 20
@@ -299,11 +300,16 @@ def _kvferry(setup: str, kv_port: int) -> Callable[[str], dict[str, Any]]:
 
 
 def free_port() -> int:
-    """Return a port that was free a moment ago. Linux does not give it to others, because it chooses higher ones by default."""
-    while True:
+    """Return a port that is free, another one with each call.
+
+    Raises:
+        OSError: There is none.
+    """
+    for port in PORTS:
         with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind((HOST, random.randrange(*FREE_PORTS)))
-            return int(listener.getsockname()[1])
+            listener.bind((HOST, port))
+            return port
+    raise OSError(f"{HOST} has no free port")
 
 
 def _session(leader: int) -> list[int]:

@@ -293,10 +293,10 @@ def add_serving_arguments(parser: argparse.ArgumentParser, *, setups: Sequence[s
     parser.add_argument("--engine", choices=SETUP_KINDS, default="vllm")
     parser.add_argument("--setups", nargs="+", default=list(setups))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(lengths), help="prompt lengths in tokens")
-    parser.add_argument("--model", type=Path, help="folder of a model with at least 768 tokens (default: see above)")
+    parser.add_argument("--model", type=Path, help="folder of a model with at least 768 tokens (default: a thin Llama 3 8B)")
     parser.add_argument("--tp", nargs=2, type=int, default=[1, 1], metavar=("PREFILL", "DECODE"))
     parser.add_argument("--gpus", nargs=2, default=["", ""], metavar=("PREFILL", "DECODE"), help="as in CUDA_VISIBLE_DEVICES")
-    parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds for all servers to start")
+    parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds for the servers of a setup to start")
     parser.add_argument("--logs", type=Path, help="folder for the logs of the servers (default: a temporary folder)")
     parser.add_argument("server_arguments", nargs="*", help="after --: further arguments of every server of the engine")
 

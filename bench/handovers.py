@@ -161,7 +161,14 @@ def main() -> None:
         serving = serving_of(parser, arguments, folder, recording(records))
         tables = run(arguments, serving, console)
     if arguments.json is not None:
-        content = {"environment": Environment.here().to_json(), "server_arguments": serving.arguments, "tables": tables}
+        content = {
+            "environment": Environment.here().to_json(),
+            "engine": arguments.engine,
+            "server_arguments": serving.arguments,
+            "tp": arguments.tp,
+            "gpus": arguments.gpus,
+            "tables": tables,
+        }
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -26,7 +26,7 @@ from transfer.layer_groups import GroupKind, LayerGroup
 
 ABORTED: Final = "the engine gave the request up"
 MAX_EARLY_PROMPTS: Final = 1024
-"""Prompts whose events are kept before SGLang gives them to the scheduler. A prompt that failed before never takes its events."""
+"""Prompts whose events are kept before SGLang gives the scheduler the prompt. One that fails before `watch` leaves them behind."""
 
 STAGE_WAIT_S: Final = 5.0
 """Longest wait of a later pipeline stage for the leader's message about a prompt that the first stage has started."""
@@ -115,7 +115,7 @@ class SchedulerPrompts:
         return f"{room}.{self._num_named}"
 
     def watch(self, prompt: _Prompt) -> None:
-        """Pass on the events of the prompt so far, and later ones until its last one."""
+        """Pass on the prompt's events, past and future, until its last one."""
         self._prompts[prompt.name] = prompt
         for event in self._early.pop(prompt.name, ()):
             self._pass_on(prompt, event)

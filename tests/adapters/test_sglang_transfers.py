@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,17 @@ from kvferry.engines.connector import DECODE, PREFILL, ConnectorEngine, Sides
 from kvferry.engines.connector_leader import ConnectorLeader
 from kvferry.engines.connector_rank import ConnectorRank
 from kvferry.engines.sglang_layout import MorePages
-from kvferry.engines.sglang_transfers import IncomingPrompt, OutgoingPrompt, Poll, SchedulerPrompts, pack_note, unpack_note
+from kvferry.engines.sglang_transfers import (
+    MAX_EARLY_PROMPTS,
+    IncomingPrompt,
+    OutgoingPrompt,
+    Poll,
+    SchedulerPrompts,
+    pack_note,
+    unpack_note,
+)
 from transfer.config import ConnectorConfig
+from transfer.connector.outgoing_rank import Wanted
 from transfer.errors import IntegrityError
 from transfer.layer_groups import GroupKind, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
@@ -188,6 +199,17 @@ def test_events_of_a_prompt_that_the_scheduler_gets_later_are_kept(engines: Engi
     for prompt in (*intos, *outs):
         prompt.fail()
         until(prompt.poll, Poll.FAILED)
+
+
+def test_of_early_events_those_of_the_newest_prompts_are_kept() -> None:
+    events = [Wanted(name=f"{room}.{room}", start_token=room) for room in range(1, MAX_EARLY_PROMPTS + 2)]
+    rank: Any = SimpleNamespace(poll_events=lambda: [events.pop(0) for _ in range(len(events))])
+    prompts = SchedulerPrompts(rank=rank, leader=None, groups=(), page_size=4, timeout_s=30.0)
+    prompts.look()
+    for room in range(1, MAX_EARLY_PROMPTS + 2):
+        prompt = OutgoingPrompt(prompts, room, read_note=lambda _: b"")
+        prompt.offer(())
+        assert prompt.state is (Poll.BOOTSTRAPPING if room == 1 else Poll.WAITING_FOR_INPUT)
 
 
 def test_a_prefix_that_decode_has_is_not_sent(engines: Engines) -> None:

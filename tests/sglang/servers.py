@@ -92,9 +92,8 @@ class Engine:
             command.append("--disable-radix-cache")
         elif self.role == "decode":
             command.append("--disaggregation-decode-enable-radix-cache")
-        command += ["--disaggregation-transfer-backend", "kvferry"]
         if self.role != "single":
-            command += ["--disaggregation-mode", self.role]
+            command += ["--disaggregation-mode", self.role, "--disaggregation-transfer-backend", "kvferry"]
             command += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
         if self.role == "decode":
             command += ["--hicache-ratio", "1"]  # of itself SGLang wants 10 GiB of the host to stay free, for a pool of 100 MB
