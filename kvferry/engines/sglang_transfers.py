@@ -26,7 +26,7 @@ from transfer.layer_groups import GroupKind, LayerGroup
 
 ABORTED: Final = "the engine gave the request up"
 MAX_EARLY_PROMPTS: Final = 1024
-"""Prompts whose events are kept before SGLang gives the scheduler the prompt. One that fails before `watch` leaves them behind."""
+"""Prompts whose events are kept before SGLang gives the scheduler the prompt. One that fails before `watch` leaves its behind."""
 
 STAGE_WAIT_S: Final = 5.0
 """Longest wait of a later pipeline stage for the leader's message about a prompt that the first stage has started."""
