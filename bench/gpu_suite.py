@@ -38,7 +38,7 @@ _CUDA = ("--device", "cuda")
 _TINY_POOL = ("--mb", "1", "--in-flight", "1", "--chunk-tokens", "4", "--ring-mb", "4", "--rounds", "1")
 
 PARTS = (
-    Part(name="kernels", run=Run(module="kernels", timeout_s=150.0), rehearsed=("--quick",)),
+    Part(name="kernels", run=Run(module="kernels", timeout_s=110.0), rehearsed=("--quick",)),
     Part(
         name="pool to pool",
         run=Run(
@@ -53,7 +53,7 @@ PARTS = (
     ),
     Part(
         name="link",
-        run=Run(module="link", arguments=_CUDA, timeout_s=120.0),
+        run=Run(module="link", arguments=_CUDA, timeout_s=90.0),
         rehearsed=("--quick", "--max-mb", "1", "--lanes", "copy", "ucx plain", "ucx/shm"),
     ),
     Part(
@@ -88,7 +88,7 @@ PARTS = (
                 *(*_CUDA, "--lanes", "cuda_ipc/fused", "--mb", "16", "64"),
                 *("--in-flight", "1", "16", "64", "--rounds", "12", "--decode-page-size", "16"),
             ),
-            timeout_s=130.0,
+            timeout_s=120.0,
         ),
         rehearsed=("--lanes", "ucx", *_TINY_POOL, "--mb", "1", "2"),
     ),
