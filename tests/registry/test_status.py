@@ -110,6 +110,11 @@ def test_every_error_has_a_reason_and_a_retry_time() -> None:
     assert reason_of(KeyError("")).word == "INTERNAL"
 
 
+def test_a_call_whose_connection_breaks_is_not_the_fault_of_the_peers_engine() -> None:
+    broken = call_error(grpc.StatusCode.INTERNAL, "Internal error from Core")
+    assert status_of(error_of(broken, peer="p")) is grpc.StatusCode.UNAVAILABLE
+
+
 @pytest.mark.parametrize("error_type", all_error_types())
 def test_an_error_keeps_its_status_across_a_relay(error_type: type[TransferError]) -> None:
     """Decode node, prefill node, client: passing an error on may not turn it into another status."""

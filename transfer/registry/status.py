@@ -117,6 +117,10 @@ _ERRORS: Final[dict[grpc.StatusCode, type[TransferError]]] = {
 """`TransportError` for UNKNOWN and anything else."""
 
 
+_CALL_BROKEN: Final = "Internal error from Core"
+"""Details with which gRPC for Python (grpcio 1.85, aio) ends a call as INTERNAL if the connection breaks during an operation."""
+
+
 def status_of(error: BaseException) -> grpc.StatusCode:
     """Return the status with which a servicer ends a call for `error`."""
     return next((code for kind, code, _ in _STATUSES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
@@ -217,6 +221,8 @@ def error_of(error: grpc.aio.AioRpcError, *, peer: str) -> TransferError:
     code = error.code()
     text = f"{peer}: {clip_details(_connection_details(error) or error.details() or code.name)}"
     spares_kv = SPARES_KV in tuple(error.trailing_metadata() or ())
+    if code is grpc.StatusCode.INTERNAL and error.details() == _CALL_BROKEN:
+        return PeerUnreachable(text)
     if code is grpc.StatusCode.INTERNAL:
         return EngineError(text, spares_kv=spares_kv)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and spares_kv:
