@@ -118,7 +118,8 @@ _ERRORS: Final[dict[grpc.StatusCode, type[TransferError]]] = {
 
 
 _CALL_BROKEN: Final = "Internal error from Core"
-"""Details with which gRPC for Python (grpcio 1.85, aio) ends a call as INTERNAL if the connection breaks during an operation."""
+"""Details with which gRPC for Python (grpcio 1.85, aio) ends a call as INTERNAL if it could not send a message of a stream: the
+connection broke, or the server ended the call first. The server's own status is lost."""
 
 
 def status_of(error: BaseException) -> grpc.StatusCode:
