@@ -9,9 +9,10 @@
   to detect it. A restarted process has another session id, and so is another peer.
 - ROUTER_MANDATORY is on: a send to a missing peer returns an error.
 - Both ends send heartbeats, so both detect a frozen or unreachable other end. This only allows the same client's next connection.
-  Only the gRPC stream ends a session (see docs/protocol.md). A client's heartbeat also carries the time after which the server
-  closes a silent connection. That alone does not suffice: each later message cancels the limit until the next heartbeat, so a
-  server whose peer vanished after a message would keep the connection, and ignore the next one, for ever.
+  Only the gRPC stream ends a session (see docs/protocol.md). So they are rare: a rank has them for each of its sessions.
+  ZMQ_HEARTBEAT_TTL, with which a client's heartbeats would serve the server, too, is no alternative: each later message cancels
+  it until the next heartbeat, so a server whose peer vanished after a message would keep the connection, and ignore the next
+  one, for ever.
 - The send queue is bounded, and the receive queue is not. libzmq stops reading a connection whose receive queue is full. If that
   connection then breaks, the next heartbeat, or a PING among the bytes read before, fails an assertion that aborts this process
   (libzmq 4.3.5, stream_engine_base.cpp:310). An honest peer cannot fill the queue, because the protocol bounds its messages in
@@ -23,7 +24,7 @@
   watching loop starts that connection. Without a watching loop, the next send starts it.
 - Each dropped message is one step of a batch, so a flood of the port slows the owner's loop but never blocks it.
 
-Source of the heartbeat numbers: they detected a SIGSTOPped peer in 0.8 s.
+ADR 89 has the reasons for the numbers of the heartbeats.
 """
 
 from __future__ import annotations
@@ -52,10 +53,11 @@ from transfer.control.base import (
 from transfer.control.zmq_authenticator import FRAME_OVERHEAD_BYTES, ZapAuthenticator, user_id_of
 from transfer.errors import ConfigError, PeerUnreachable, TransportClosed, TransportError
 
-HEARTBEAT_INTERVAL_MS: Final = 200
+CLIENT_HEARTBEAT_MS: Final = 2000
+SERVER_HEARTBEAT_MS: Final = 800
 HEARTBEAT_TIMEOUT_MS: Final = 600
-SERVER_HEARTBEAT_MS: Final = 600
-"""A server has many connections. With the timeout, it is still shorter than a client's timeout and `RECONNECT_MS`."""
+"""Time without an answer or any other message after a heartbeat, at both ends. A server detects a break after at most
+`SERVER_HEARTBEAT_MS` and this. A client connects again after at least this and `RECONNECT_MS`, which is later."""
 
 RECONNECT_MS: Final = 1000
 HANDSHAKE_MS: Final = 5000
@@ -162,7 +164,6 @@ class ZmqControlServer:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         self._socket.setsockopt(zmq.BACKLOG, _ACCEPT_BACKLOG)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, SERVER_HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
@@ -300,9 +301,7 @@ class ZmqControlClient:
         self._socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(server_key))
         self._socket.setsockopt(zmq.ROUTING_ID, routing_id)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, CLIENT_HEARTBEAT_MS)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -415,6 +414,7 @@ def _socket(context: zmq.Context[Any], kind: int, address: str, *, max_payload_b
     except zmq.ZMQError as error:  # no descriptors left, or no sockets
         raise TransportError(f"no socket can be had for a control channel: {error.strerror}") from error
     socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.SNDHWM, QUEUE_PAYLOADS)
     socket.setsockopt(zmq.RCVHWM, 0)  # no bound: see the module's docstring
     socket.setsockopt(zmq.MAXMSGSIZE, max_payload_bytes + FRAME_OVERHEAD_BYTES)
