@@ -39,6 +39,7 @@ from bench.pool_to_pool import (
 Content = dict[str, Any]
 Bound = Literal["at least", "below", "exactly"]
 LARGE_BYTES = 64 * 10**6
+CPU = "AMD EPYC"  # of targets in units of time that depend on the CPU
 TARGET_OF_LIBRARY = 0.9  # of one bulk write: the rest is the cost of driving a library from an asyncio loop
 TARGET_FLATNESS = 0.7  # speed in the largest pool over that in the smallest: the cost must not grow with the pages
 
@@ -67,6 +68,7 @@ class Outcome:
         limit: Target; None if there is none.
         bound: Relation of `measured` to `limit`.
         unit: Unit of both.
+        cpu: CPU that the limit is for, as `bench.timing.Environment` names it; empty means any.
     """
 
     what: str
@@ -75,6 +77,7 @@ class Outcome:
     unit: str
     bound: Bound = "at least"
     note: str = ""
+    cpu: str = ""
 
     @classmethod
     def failed(cls, what: str, reason: str) -> Outcome:
@@ -93,6 +96,10 @@ class Outcome:
             case "exactly":
                 return self.measured == self.limit
 
+    def is_missed(self, cpu: str) -> bool:
+        """Return whether the limit is missed, and is for a machine with that CPU."""
+        return not self.is_reached and (self.measured is None or self.cpu in ("", cpu))
+
     def to_json(self) -> dict[str, object]:
         return {
             "what": self.what,
@@ -102,6 +109,7 @@ class Outcome:
             "unit": self.unit,
             "ok": self.is_reached,
             "note": self.note,
+            "cpu": self.cpu,
         }
 
 
@@ -161,6 +169,7 @@ def _pool_to_pool(content: Content) -> list[Outcome]:
                     limit=TARGET_CPU_SHM_S * 1e3,
                     bound="below",
                     unit="ms per 64 MiB",
+                    cpu=CPU,
                 )
             )
     return found
@@ -303,6 +312,7 @@ def _lone_request(content: Content) -> list[Outcome]:
             bound="below",
             unit="ms, an engine that computes nothing",
             note=f"p99 {row['p99_s'] * 1e3:.3g} ms",
+            cpu=CPU,
         )
     ]
 

@@ -66,7 +66,7 @@ class Environment:
         return cls(
             commit=_run("git", "rev-parse", "--short=12", "HEAD") or os.environ.get("BENCH_COMMIT", "unknown"),
             is_modified=bool(_run("git", "status", "--porcelain", "--untracked-files=no")),
-            cpu=_cpu_model(),
+            cpu=cpu_model(),
             num_cores=len(os.sched_getaffinity(0)),
             gpus=tuple(name for name, *_ in gpus),
             driver=gpus[0][-1] if gpus else "",
@@ -292,7 +292,7 @@ def _run(*command: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

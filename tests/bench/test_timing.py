@@ -50,4 +50,7 @@ def test_ratios_and_json(tmp_path: Path) -> None:
     ],
 )
 def test_verdicts(measured: float | None, limit: float | None, bound: str, is_reached: bool) -> None:
-    assert Outcome(what="", measured=measured, limit=limit, unit="", bound=bound).is_reached is is_reached  # type: ignore[arg-type]
+    outcome = Outcome(what="", measured=measured, limit=limit, unit="", bound=bound, cpu="EPYC")  # type: ignore[arg-type]
+    assert outcome.is_reached is is_reached
+    assert outcome.is_missed("EPYC") is not is_reached
+    assert outcome.is_missed("Xeon") is (measured is None), "a target of another CPU"
