@@ -52,56 +52,58 @@ class HeartbeatWatch:
         if not 0 < heartbeat_s < float("inf"):
             raise ConfigError(f"heartbeat_s is {heartbeat_s}; it must be finite and above 0")
         self.heartbeat_s = heartbeat_s
+        self.tick_s = heartbeat_s / TICKS_PER_HEARTBEAT
+        """Seconds between the owner's ticks."""
         self.own_idle_s = 0.0
         """The interval that this end stated last."""
         self.peer_idle_s = 0.0
         """The interval that the peer stated last."""
+        self.interval_s = heartbeat_s
+        """Seconds between heartbeats, in both directions."""
         self._silent_ticks = 0
         self._excused_ticks = 0  # of them, those before the interval was shortened
         self._longest_s = heartbeat_s  # interval since the last heartbeat
         self._sent_s = -math.inf
-
-    @property
-    def tick_s(self) -> float:
-        """Seconds between the owner's ticks."""
-        return self.heartbeat_s / TICKS_PER_HEARTBEAT
+        self._update_limits()
 
     @property
     def is_in_use(self) -> bool:
         """Whether one of the ends has stated that a request is in flight."""
         return not (self.own_idle_s and self.peer_idle_s)
 
-    @property
-    def interval_s(self) -> float:
-        """Seconds between heartbeats, in both directions."""
-        return self.heartbeat_s if self.is_in_use else max(self.heartbeat_s, self.own_idle_s, self.peer_idle_s)
-
     def is_due(self, now_s: float) -> bool:
         """Return whether the owner must send a heartbeat at this tick: the interval ends nearer to it than to the next."""
-        return now_s - self._sent_s >= self.interval_s - self.tick_s / 2
+        return now_s >= self._due_s
 
     def on_heartbeat(self, idle_s: float = 0.0) -> None:
         """Record a heartbeat of the peer, and the interval that it states."""
         self.peer_idle_s = idle_s
         self._silent_ticks = self._excused_ticks = 0
-        self._longest_s = self.interval_s
+        self._longest_s = 0.0
+        self._update_limits()
 
     def on_sent(self, idle_s: float, now_s: float) -> None:
         """Record a heartbeat of this end, the interval that it states, and the time at which it was written."""
         before_s = self.interval_s
         self.own_idle_s = idle_s
         self._sent_s = now_s
+        self._update_limits()
         if self.interval_s < before_s:
             self._excused_ticks = self._silent_ticks
+            self._update_limits()
+
+    def _update_limits(self) -> None:
+        """Derive what a tick needs. A rank ticks often for each of its sessions, and hears of few."""
+        self.interval_s = self.heartbeat_s if self.is_in_use else max(self.heartbeat_s, self.own_idle_s, self.peer_idle_s)
         self._longest_s = max(self._longest_s, self.interval_s)
+        self._due_s = self._sent_s + self.interval_s - self.tick_s / 2
+        allowed = MISSED_HEARTBEATS / self.tick_s
+        self._most_ticks = min(self._excused_ticks + allowed * self.interval_s, allowed * (self._longest_s + self.heartbeat_s))
 
     def tick(self) -> bool:
         """Count a tick. Return whether the peer has missed its heartbeats."""
         self._silent_ticks += 1
-        allowed = MISSED_HEARTBEATS / self.tick_s
-        return self._silent_ticks - self._excused_ticks > allowed * self.interval_s or self._silent_ticks > allowed * (
-            self._longest_s + self.heartbeat_s
-        )
+        return self._silent_ticks > self._most_ticks
 
     def describe(self) -> str:
         """Return why the peer is declared dead, for people."""
