@@ -4,7 +4,7 @@
 
 Each benchmark runs in a separate process, one after the other, in less than six minutes in total. ``python -m bench.NAME`` runs
 one and prints its own table. The exit code is 1 if a target is missed or a benchmark fails. ``--quick`` checks no target. Two
-targets are times of one CPU. Where they are missed on another one, the table names that CPU, and the exit code does not change.
+targets are for one CPU model. On another CPU, a miss of these does not change the exit code, and the table names the model.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def run_one(run: Run, folder: Path, *, is_quick: bool, timeout_s: float) -> tupl
 
 
 def print_table(outcomes: Sequence[Outcome], environment: Environment, console: Console) -> None:
-    """Print each outcome with its measured value and its target. If it misses one of another CPU, that CPU is named."""
+    """Print each outcome with its measured value and its target. Name the CPU of a missed target that is for another CPU."""
     if not console.is_terminal:
         console.width = max(console.width, 160)
     table = Table(title="kvferry: targets, and values measured here", title_justify="left")
@@ -66,8 +66,10 @@ def print_table(outcomes: Sequence[Outcome], environment: Environment, console: 
     for one in outcomes:
         measured = "none" if one.measured is None else f"{one.measured:,.3g}" if one.measured < 1e4 else f"{one.measured:,.0f}"
         bound = "" if one.limit is None else f"{_SIGNS[one.bound]} {one.limit:,g}"
-        missed = "[bold red]NO" if one.is_missed(environment.cpu) else f"of {one.cpu}"
-        verdict = "" if one.limit is None else "yes" if one.is_reached else missed
+        if one.is_reached:
+            verdict = "" if one.limit is None else "yes"
+        else:
+            verdict = "[bold red]NO" if one.is_missed(environment.cpu) else f"no (for {one.cpu})"
         table.add_row(one.what, measured, bound, one.unit, verdict, one.note)
     console.print(table)
     console.print(str(environment))
@@ -145,7 +147,7 @@ def run_command(
     """Run the command of a suite: ``[--json FILE] [--quick] [--only NAME ...]``.
 
     Returns:
-        The exit code: 1 if a benchmark fails or lacks a value or, without ``--quick``, misses a target for this CPU; otherwise 0.
+        The exit code: 1 if a benchmark fails or lacks a value or, without ``--quick``, misses a target that applies to this CPU; otherwise 0.
     """
     names = [run.module for run in runs]
     parser = argument_parser(f"{title}, measured here")
@@ -160,5 +162,6 @@ def run_command(
         json_file=arguments.json,
     )
     is_failed = any(outcome.measured is None for outcome in outcomes)
-    is_missed = not arguments.quick and any(outcome.is_missed(cpu_model()) for outcome in outcomes)
+    cpu = cpu_model()
+    is_missed = not arguments.quick and any(outcome.is_missed(cpu) for outcome in outcomes)
     return int(is_failed or is_missed)

@@ -39,7 +39,7 @@ from bench.pool_to_pool import (
 Content = dict[str, Any]
 Bound = Literal["at least", "below", "exactly"]
 LARGE_BYTES = 64 * 10**6
-CPU = "AMD EPYC"  # of targets in units of time that depend on the CPU
+CPU = "AMD EPYC"  # on which two targets were set: CPU time of `shm`, and the first token of a lone request
 TARGET_OF_LIBRARY = 0.9  # of one bulk write: the rest is the cost of driving a library from an asyncio loop
 TARGET_FLATNESS = 0.7  # speed in the largest pool over that in the smallest: the cost must not grow with the pages
 
@@ -68,7 +68,7 @@ class Outcome:
         limit: Target; None if there is none.
         bound: Relation of `measured` to `limit`.
         unit: Unit of both.
-        cpu: CPU that the limit is for, as `bench.timing.Environment` names it; empty means any.
+        cpu: Model name of the CPU that the limit is for, as in `bench.timing.Environment`; empty means any.
     """
 
     what: str
@@ -97,7 +97,7 @@ class Outcome:
                 return self.measured == self.limit
 
     def is_missed(self, cpu: str) -> bool:
-        """Return whether the limit is missed, and is for a machine with that CPU."""
+        """Return whether the limit applies to that CPU and is missed. A missing value always counts."""
         return not self.is_reached and (self.measured is None or self.cpu in ("", cpu))
 
     def to_json(self) -> dict[str, object]:

@@ -293,6 +293,7 @@ def _run(*command: str) -> str:
 
 
 def cpu_model() -> str:
+    """Return the model name of this machine's CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,4 +54,5 @@ def test_verdicts(measured: float | None, limit: float | None, bound: str, is_re
     outcome = Outcome(what="", measured=measured, limit=limit, unit="", bound=bound, cpu="EPYC")  # type: ignore[arg-type]
     assert outcome.is_reached is is_reached
     assert outcome.is_missed("EPYC") is not is_reached
-    assert outcome.is_missed("Xeon") is (measured is None), "a target of another CPU"
+    assert outcome.is_missed("Xeon") is (measured is None), "a target for another CPU"
+    assert replace(outcome, cpu="").is_missed("Xeon") is not is_reached
