@@ -25,7 +25,8 @@ TICK_S: Final = 0.25
 """Pause between two looks at payloads to acknowledge, or to send again."""
 
 REPEAT_S: Final = 2.0
-"""Longer than a broken connection needs to be replaced (`zmq_channel.RECONNECT_MS`), and an acknowledgement to come."""
+"""Longer than an acknowledgement needs. While a connection is being replaced, which can take longer, payloads are sent more than
+once, and the receiver drops repetitions."""
 
 STUCK_S: Final = 30.0
 """Longer than TCP needs to connect again after a cut of 10 s, because it doubles the pause before each attempt."""

@@ -5,14 +5,14 @@
   random and secret between the two ends. Each message carries the key of its connection, and is accepted only if that is the
   session's key.
 - ROUTER_HANDOVER stays off: a second connection that claims a live id is ignored instead of taking it over. So a client that
-  reconnects must wait until the server has detected the end of the old connection. `RECONNECT_MS` is longer than both ends need
-  to detect it. A restarted process has another session id, and so is another peer.
+  reconnects must wait until the server has detected the end of the old connection. `RECONNECT_MS` is longer than the server
+  needs, also if only the client is notified of the break. A restarted process has another session id, and so is another peer.
 - ROUTER_MANDATORY is on: a send to a missing peer returns an error.
 - Both ends send heartbeats, so both detect a frozen or unreachable other end. This only allows the same client's next connection.
-  Only the gRPC stream ends a session (see docs/protocol.md). So they are rare: a rank has them for each of its sessions.
-  ZMQ_HEARTBEAT_TTL, with which a client's heartbeats would serve the server, too, is no alternative: each later message cancels
-  it until the next heartbeat, so a server whose peer vanished after a message would keep the connection, and ignore the next
-  one, for ever.
+  Only the gRPC stream ends a session (see docs/protocol.md). A rank has a connection for each session, so heartbeats are rare.
+- A client's heartbeats also carry a time limit for the server (ZMQ_HEARTBEAT_TTL), for servers of release 0.1.0, which send
+  none. It cannot replace the server's heartbeats: each later message cancels the limit until the client's next heartbeat. If the
+  client vanished after a message, the server would keep the connection, and ignore the next one for ever.
 - The send queue is bounded, and the receive queue is not. libzmq stops reading a connection whose receive queue is full. If that
   connection then breaks, the next heartbeat, or a PING among the bytes read before, fails an assertion that aborts this process
   (libzmq 4.3.5, stream_engine_base.cpp:310). An honest peer cannot fill the queue, because the protocol bounds its messages in
@@ -24,7 +24,7 @@
   watching loop starts that connection. Without a watching loop, the next send starts it.
 - Each dropped message is one step of a batch, so a flood of the port slows the owner's loop but never blocks it.
 
-ADR 89 has the reasons for the numbers of the heartbeats.
+ADR 89 explains the intervals and the timeout of the heartbeats.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ from transfer.errors import ConfigError, PeerUnreachable, TransportClosed, Trans
 CLIENT_HEARTBEAT_MS: Final = 2000
 SERVER_HEARTBEAT_MS: Final = 800
 HEARTBEAT_TIMEOUT_MS: Final = 600
-"""Time without an answer or any other message after a heartbeat, at both ends. A server detects a break after at most
-`SERVER_HEARTBEAT_MS` and this. A client connects again after at least this and `RECONNECT_MS`, which is later."""
+"""Maximum silence after a heartbeat, at both ends. A server detects a break within `SERVER_HEARTBEAT_MS` and this."""
 
-RECONNECT_MS: Final = 1000
+RECONNECT_MS: Final = 1500
+"""Pause before the next connection. libzmq waits up to twice as long."""
+
 HANDSHAKE_MS: Final = 5000
 REFUSED_AFTER_S: Final = HANDSHAKE_MS / 1000 + 1.0
 """Age at which a connection without an allowed key counts as refused: one second more than a handshake may take."""
@@ -302,6 +303,7 @@ class ZmqControlClient:
         self._socket.setsockopt(zmq.ROUTING_ID, routing_id)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, CLIENT_HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TTL, CLIENT_HEARTBEAT_MS + HEARTBEAT_TIMEOUT_MS)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -329,7 +331,7 @@ class ZmqControlClient:
     def _look(self) -> int:
         """Return the events that the socket is ready for. If it cannot send, its queue is full or libzmq gave up the server.
 
-        A queue that is still full when the wait ends has been stuck for longer than a connection may be silent.
+        A queue that is still full when the wait ends means a broken connection.
         """
         events = _events(self._socket)
         if events & _POLLOUT:

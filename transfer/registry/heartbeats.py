@@ -93,7 +93,7 @@ class HeartbeatWatch:
             self._update_limits()
 
     def _update_limits(self) -> None:
-        """Derive what a tick needs. A rank ticks often for each of its sessions, and hears of few."""
+        """Derive the limits of `is_due` and `tick`. Ticks are much more frequent than heartbeats, so they only compare."""
         self.interval_s = self.heartbeat_s if self.is_in_use else max(self.heartbeat_s, self.own_idle_s, self.peer_idle_s)
         self._longest_s = max(self._longest_s, self.interval_s)
         self._due_s = self._sent_s + self.interval_s - self.tick_s / 2

@@ -39,6 +39,7 @@ class Proxy:
         self.seen = bytearray()
         self.seen_on = {"up": bytearray(), "down": bytearray()}
         self.is_silent = False
+        self._num_lost = 0  # of the first connections: their bytes get lost, and neither end is notified
         self.spoils: str | None = None  # "up" or "down": the next bytes on that way have a bit changed
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -52,9 +53,9 @@ class Proxy:
             self._pairs.append((near, far))
             self.num_connections += 1
             for source, sink, way in ((near, far, "up"), (far, near, "down")):
-                threading.Thread(target=self._relay, args=(source, sink, way), daemon=True).start()
+                threading.Thread(target=self._relay, args=(source, sink, way, self.num_connections), daemon=True).start()
 
-    def _relay(self, source: socket.socket, sink: socket.socket, way: str) -> None:
+    def _relay(self, source: socket.socket, sink: socket.socket, way: str, number: int) -> None:
         try:
             while data := source.recv(65536):
                 self.seen += data
@@ -64,12 +65,19 @@ class Proxy:
                     data = data[:-1] + bytes([data[-1] ^ 1])
                 while self.is_silent:
                     time.sleep(0.01)
-                sink.sendall(data)
+                if number > self._num_lost:
+                    sink.sendall(data)
         except OSError:
             pass
+        if number <= self._num_lost:
+            return
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+    def lose(self) -> None:
+        """Break all present connections silently."""
+        self._num_lost = self.num_connections
 
     def reset(self) -> None:
         """As a peer that crashes: the other end is told that all is over, in the midst of what it was sent."""
@@ -108,19 +116,17 @@ def port_of(server: ZmqControlServer) -> int:
     return int(server.address.rpartition(":")[2])
 
 
-def test_a_session_survives_a_silent_network(server: ZmqControlServer, ears: Ears) -> None:
-    """Neither end hears of the break: both heartbeats time out, and the new connection must not meet the old id still alive."""
+def test_a_session_survives_a_silent_break(server: ZmqControlServer, ears: Ears) -> None:
+    """Neither end is notified: both detect it by their heartbeats, the server before the client's next connection.
+
+    Otherwise the server ignores that connection for ever, because it has the same id.
+    """
     proxy = Proxy(port_of(server))
     client = open_client(proxy.address)
     wait_for(ears, server, client, b"one")
-    proxy.is_silent = True
-    begin = time.monotonic()
-    while server.send(7, b"?"):
-        assert time.monotonic() - begin < DEADLINE_S, "a silent peer was not noticed"
-        time.sleep(0.05)
-    proxy.cut()
-    proxy.is_silent = False
-    wait_for(ears, server, client, b"three")
+    proxy.lose()
+    wait_for(ears, server, client, b"two")
+    assert proxy.num_connections == 2
     client.close()
     proxy.close()
 
