@@ -147,7 +147,8 @@ def run_command(
     """Run the command of a suite: ``[--json FILE] [--quick] [--only NAME ...]``.
 
     Returns:
-        The exit code: 1 if a benchmark fails or lacks a value or, without ``--quick``, misses a target that applies to this CPU; otherwise 0.
+        The exit code: 1 if a benchmark fails or lacks a value and, without ``--quick``, if a target for this CPU is missed.
+        Otherwise 0.
     """
     names = [run.module for run in runs]
     parser = argument_parser(f"{title}, measured here")
