@@ -130,7 +130,7 @@ coverage: setup ## check that tests cover every branch of the pure core
 	@$(BIN)/python -m pytest -q -n 2 $(CORE_TESTS) --cov --cov-branch --cov-report=
 	@$(BIN)/coverage report --skip-covered --show-missing --fail-under=100 --include='$(CORE)'
 
-mutation: setup ## check that tests detect the deletion of each statement of ring, sender, receiver and their state (half an hour)
+mutation: setup ## check that tests detect the deletion of each statement of ring, sender, receiver and their state (ten minutes)
 	@$(BIN)/python -m tests.mutation.deletions $(MUTATION_ARGS)
 
 bench: setup ## run the benchmarks; they record hardware, command and numbers

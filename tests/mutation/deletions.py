@@ -2,7 +2,7 @@
 
     python -m tests.mutation.deletions [--only ring sender receiver] [--workers 2] [--json FILE] [--lines 100-150] [--fresh]
 
-(`make mutation`; on two quiet cores about half an hour.) A statement is what stands in the body of a function or class, at any
+(`make mutation`; ten minutes on two cores.) A statement is what stands in the body of a function or class, at any
 depth: with a compound one goes all that is in it, and its branches and cases go one by one too. Docstrings stay. Each mutant runs
 in a process of its own, forked from one that has imported the libraries. First the tests that were written for the module, then,
 for those that survive, the rest of tests/protocol. What survives both must be named with a reason in `accepted.toml` beside this
