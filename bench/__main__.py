@@ -2,7 +2,7 @@
 
     python -m bench [--json FILE] [--quick] [--only NAME ...]        (`make bench`)
 
-Each benchmark runs in a separate process, one after the other, in less than six minutes in total. ``python -m bench.NAME`` runs
+Each benchmark runs in a separate process, one after the other, in about seven minutes in total. ``python -m bench.NAME`` runs
 one and prints its own table. The exit code is 1 if a target is missed or a benchmark fails. ``--quick`` checks no target. Two
 targets are for one CPU model. On another CPU, a miss of these does not change the exit code, and the table names the model.
 """

@@ -147,7 +147,7 @@ def run_command(
     """Run the command of a suite: ``[--json FILE] [--quick] [--only NAME ...]``.
 
     Returns:
-        The exit code: 1 if a benchmark fails or lacks a value and, without ``--quick``, if a target for this CPU is missed.
+        The exit code: 1 if a benchmark fails or lacks a value or, without ``--quick``, a target for this CPU is missed.
         Otherwise 0.
     """
     names = [run.module for run in runs]

@@ -127,6 +127,8 @@ def test_a_session_survives_a_silent_break(server: ZmqControlServer, ears: Ears)
     proxy.lose()
     wait_for(ears, server, client, b"two")
     assert proxy.num_connections == 2
+    server_detects_ms = zmq_channel.SERVER_HEARTBEAT_MS + zmq_channel.HEARTBEAT_TIMEOUT_MS
+    assert server_detects_ms < zmq_channel.RECONNECT_MS, "a client that is notified of the break connects too early"
     client.close()
     proxy.close()
 
