@@ -1,4 +1,4 @@
-"""Draw docs/images/performance.svg from records of `bench.pool_to_pool`."""
+"""Draw docs/images/performance.svg from a record of `bench.gpu_suite`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from typing import Any, Final
 from xml.sax.saxutils import escape
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-_RESULTS: Final = ROOT / "bench" / "results"
-DIRECT: Final = _RESULTS / "2026-11-30-two-h200-few-programs.json"
-UCX: Final = _RESULTS / "2026-11-30-two-h200-ucx.json"
-OTHERS: Final = _RESULTS / "2026-11-29-two-h200-pool-to-pool-before.json"
+RECORD: Final = ROOT / "bench" / "results" / "2026-11-30-two-h200-gpu-suite.json"
 PICTURE: Final = ROOT / "docs" / "images" / "performance.svg"
 
 SIZE: Final = "320 MiB"
@@ -34,14 +31,12 @@ class Bar:
 
     Args:
         label: The text left of the bar.
-        record: The file that has the row.
         case: The `case` of the row.
         row: The `what` of the row.
         color: The fill of the bar.
     """
 
     label: str
-    record: Path = OTHERS
     case: str = _ONE
     row: str
     color: str = _OTHERS
@@ -52,20 +47,21 @@ GROUPS: Final[Sequence[tuple[str, Sequence[Bar]]]] = (
     (
         "One request at a time",
         (
-            Bar(label="one copy of the same bytes (ceiling)", record=DIRECT, row="peer memcpy over CUDA IPC", color=_CEILING),
+            Bar(label="one copy of the same bytes (ceiling)", row="peer memcpy over CUDA IPC", color=_CEILING),
             Bar(label="NIXL, one contiguous write, no gather", row="NIXL bulk WRITE", color=_CEILING),
-            Bar(label="kvferry, cuda_ipc", record=DIRECT, row=_CUDA_IPC, color=_OWN),
+            Bar(label="kvferry, cuda_ipc", row=_CUDA_IPC, color=_OWN),
             Bar(label="SGLang: gather, NIXL write, scatter", row="SGLang's gather, NIXL WRITE, SGLang's scatter"),
             Bar(label="kvferry, nixl", row=_NIXL, color=_OWN),
+            Bar(label="kvferry, ucx", row=_UCX, color=_OWN),
             Bar(label="NIXL, 40,960 random descriptors (worst case)", row="NIXL, 40,960 descriptors of 8,192 B"),
         ),
     ),
     (
         "16 requests in flight",
         (
-            Bar(label="kvferry, cuda_ipc", record=DIRECT, case=_SIXTEEN, row=_CUDA_IPC, color=_OWN),
+            Bar(label="kvferry, cuda_ipc", case=_SIXTEEN, row=_CUDA_IPC, color=_OWN),
             Bar(label="kvferry, nixl", case=_SIXTEEN, row=_NIXL, color=_OWN),
-            Bar(label="kvferry, ucx", record=UCX, case=f"{_SIXTEEN}, 1.5 GiB in four slots", row=_UCX, color=_OWN),
+            Bar(label="kvferry, ucx", case=_SIXTEEN, row=_UCX, color=_OWN),
         ),
     ),
 )
@@ -75,12 +71,12 @@ def performance_svg() -> str:
     """Return the chart as SVG.
 
     Raises:
-        LookupError: A record lacks a row of the chart.
+        LookupError: The record lacks a row of the chart.
     """
-    contents = {record: json.loads(record.read_text(encoding="utf-8")) for record in (DIRECT, UCX, OTHERS)}
-    speeds = {bar: _speed(contents[bar.record], bar) for _, bars in GROUPS for bar in bars}
+    content = json.loads(RECORD.read_text(encoding="utf-8"))
+    speeds = {bar: _speed(content["reports"]["pool to pool"]["rows"], bar) for _, bars in GROUPS for bar in bars}
     scale = (_WIDTH - _LABEL_WIDTH - _VALUE_WIDTH) / max(speeds.values())
-    environment, earlier = contents[DIRECT]["environment"], contents[OTHERS]["environment"]
+    environment = content["environment"]
     parts = [_text(8, 20, "GB/s between two GPUs, requests of 336 MB. kvferry gathers, writes, verifies and scatters", kind="h")]
     y = _TOP
     for title, bars in GROUPS:
@@ -96,20 +92,19 @@ def performance_svg() -> str:
         y += _GROUP_GAP
     gpus = f"2 x {environment['gpus'][0]}, {environment['nvlink']}"
     what = "Llama-3-70B, 4,096 tokens, TP 4 to TP 2, one rank pair"
-    commits = f"Commits {environment['commit'][:7]} (cuda_ipc, ucx, copy) and {earlier['commit'][:7]}"
-    parts.append(_text(8, y, f"{what}. {gpus}. {commits}.", kind="s"))
+    parts.append(_text(8, y, f"{what}. {gpus}. Commit {environment['commit'][:7]}.", kind="s"))
     height = y + 12
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="Transfer speed">'
     background = f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>'
     return "\n".join([head, f"<style>{_STYLE}</style>", background, *parts, "</svg>", ""])
 
 
-def _speed(content: Any, bar: Bar) -> float:
+def _speed(rows: Sequence[Any], bar: Bar) -> float:
     """Return the bytes of a request over the time of a request, in GB/s."""
-    for row in content["rows"]:
+    for row in rows:
         if (row["case"], row["what"]) == (bar.case, bar.row):
             return float(row["gb_per_s"])
-    raise LookupError(f"{bar.record.name} has no row {bar.row!r} of case {bar.case!r}")
+    raise LookupError(f"{RECORD.name} has no row {bar.row!r} of case {bar.case!r}")
 
 
 def _text(x: float, y: float, text: str, *, kind: str = "") -> str:
