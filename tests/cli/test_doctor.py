@@ -112,7 +112,7 @@ OPEN_DRIVER, CLOSED_DRIVER = "NVIDIA UNIX Open Kernel Module for x86_64", "NVIDI
         (host.check_ptrace_scope("1"), State.WARN, "ptrace_scope is 1", "ptrace_scope=0"),
         (host.check_memlock(8 << 20, has_rdma=True), State.WARN, "8 MiB", "ulimit -l"),
         (host.check_memlock(resource.RLIM_INFINITY, has_rdma=True), State.OK, "unlimited", ""),
-        (host.check_open_files(20735), State.WARN, "20,735, with which a decode rank takes 1023", "ulimit -n 20736"),
+        (host.check_open_files(23807), State.WARN, "23,807, with which a decode rank takes 1023", "ulimit -n 23808"),
         (clock(offset_s=0.000123), State.OK, "+0.123 ms, at most 20 ms wrong", ""),
         (clock(offset_s=-0.2, max_error_s=0.2), State.WARN, "moved by -200.000 ms", "wait"),
         (clock(is_synchronised=False, max_error_s=16.0), State.WARN, "unsynchronised", "set-ntp"),

@@ -145,9 +145,9 @@ async def test_a_connection_that_says_nothing_is_closed_in_time(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("open_files", "limit"),
     [
-        (1024, "its limit of 1024 open files; 1024 sessions need 20736 (ulimit -n)"),
-        (20735, "its limit of 20735 open files; 1024 sessions need 20736 (ulimit -n)"),
-        (20736, "any limit of open files"),
+        (1024, "its limit of 1024 open files; 1024 sessions need 23808 (ulimit -n)"),
+        (23807, "its limit of 23807 open files; 1024 sessions need 23808 (ulimit -n)"),
+        (23808, "any limit of open files"),
         (resource.RLIM_INFINITY, "any limit of open files"),
     ],
 )

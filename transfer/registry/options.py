@@ -27,9 +27,8 @@ MAX_SESSIONS: Final = 1024
 """Sessions of one rank: enough for 128 prefill nodes of 8 ranks that all write to one decode rank. A session takes up to 4.6 MiB
 and 7 ms of the rank's loop (measured on two cores, with a UCX worker), so attaching strangers take at most 4.7 GiB."""
 
-FILES_PER_SESSION: Final = 20
-"""Open files of one session: 14 of its UCX worker with two network devices and shared memory (two for each further device),
-its gRPC and its ZeroMQ connection."""
+FILES_PER_SESSION: Final = 23
+"""Open files of one session with the transport that needs most, `nixl` (docs/adr/0078-groups-of-prefill-nodes.md)."""
 
 FILES_OF_A_RANK: Final = 256
 """Open files of a rank besides its sessions."""
