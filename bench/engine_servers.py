@@ -23,6 +23,7 @@ from typing import Any, Final, Self
 import yaml
 
 from bench.engine_load import Load, send_load
+from node_runtime.loop_thread import THREAD
 
 HOST: Final = "127.0.0.1"
 PORTS: Final = iter(random.sample(range(20_000, 32_768), 12_768))
@@ -196,6 +197,15 @@ class Setup:
         """Send prompts to the setup; see `bench.engine_load.send_load`."""
         return await send_load(self.urls, prompts, **options)
 
+    def kvferry_cpu_s(self) -> dict[tuple[str, int], float]:
+        """Return the CPU time so far of kvferry's threads in each process, by the name of its server and its id."""
+        return {
+            (process.name.rpartition("-")[2], pid): seconds
+            for process in self._processes
+            for pid in _session(process.popen.pid)
+            if (seconds := _thread_cpu_s(pid, THREAD)) > 0
+        }
+
     def num_preemptions(self) -> int:
         """Return how often the vLLM servers have preempted a request."""
         found = 0.0
@@ -325,6 +335,17 @@ def _session(leader: int) -> list[int]:
         except (OSError, IndexError):
             continue  # the process ended
     return found
+
+
+def _thread_cpu_s(pid: int, name: str) -> float:
+    """Return the CPU time of a process's threads of that name. Threads that they started have it, too."""
+    found = 0
+    with contextlib.suppress(OSError):  # the process ended
+        for folder in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # the thread ended
+                if (folder / "comm").read_text().strip() == name:
+                    found += int((folder / "schedstat").read_text().split()[0])
+    return found / 1e9
 
 
 def _kill(pid: int, number: int) -> None:

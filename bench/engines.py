@@ -21,6 +21,8 @@ import json
 import random
 import statistics
 import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +41,7 @@ from kvferry.demo.kinds import KINDS, VOCAB_SIZE, DemoKind, ModelKind
 from kvferry.demo.model import make_demo_model
 
 LEAST_REQUESTS: Final = 8
+IDLE_S: Final = 5.0
 FIRST_TOKEN_ID: Final = 3  # the smaller ids are special tokens
 SETUP_KINDS: Final[dict[str, type[Setup]]] = {"vllm": Setup, "sglang": SglangSetup}
 
@@ -54,6 +57,7 @@ class Cell:
         ttft_p50_s: Median time to first token of each turn.
         requests_per_s: Complete answers per second.
         goodput_per_s: Complete answers that met both objectives, per second.
+        kvferry_cpu: CPU time of kvferry's threads per second of the loads, by server, in its busiest process.
     """
 
     setup: str
@@ -69,6 +73,7 @@ class Cell:
     interval_s: Spread
     requests_per_s: float
     goodput_per_s: float
+    kvferry_cpu: dict[str, float]
     errors: tuple[str, ...]
 
 
@@ -108,12 +113,14 @@ def cell_of(
     slo_ttft_s: float,
     slo_tpot_s: float,
     preemptions: int = 0,
+    kvferry_cpu: Mapping[str, float] | None = None,
 ) -> Cell:
     """Summarise the loads of all turns.
 
     Args:
         references: Loads of the first setup with the same prompts.
         preemptions: How often the servers preempted a request while these loads were sent.
+        kvferry_cpu: See `Cell`.
         slo_ttft_s: Objective for the time to first token.
         slo_tpot_s: Objective for the mean time per further token.
     """
@@ -148,8 +155,36 @@ def cell_of(
         interval_s=Spread.of(interval_s for answer in served for interval_s in answer.intervals_s),
         requests_per_s=len(served) / duration_s,
         goodput_per_s=len(good) / duration_s,
+        kvferry_cpu=dict(kvferry_cpu or {}),
         errors=tuple(sorted({answer.error for answer in answers if answer.error})[:3]),
     )
+
+
+class CpuClock:
+    """The CPU time of kvferry's threads in the servers of a setup, between `start` and `stop`. It starts at once.
+
+    Attributes:
+        shares: Seconds of CPU time per second, by server, in its busiest process.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._ran_s = 0.0
+        self._used_s: dict[tuple[str, int], float] = defaultdict(float)
+        self.shares: dict[str, float] = {}
+        self.start()
+
+    def start(self) -> None:
+        self._begun_s, self._before = time.monotonic(), self._setup.kvferry_cpu_s()
+
+    def stop(self) -> dict[str, float]:
+        """Return the shares of all time that it ran."""
+        self._ran_s += time.monotonic() - self._begun_s
+        for place, seconds in self._setup.kvferry_cpu_s().items():
+            self._used_s[place] += seconds - self._before.get(place, 0.0)
+        for (server, _), seconds in self._used_s.items():
+            self.shares[server] = max(self.shares.get(server, 0.0), seconds / self._ran_s)
+        return self.shares
 
 
 class Comparison:
@@ -166,6 +201,7 @@ class Comparison:
         self._setups: list[Setup] = []
         self.cells: list[Cell] = []
         self.started_s: dict[str, float] = {}
+        self.idle_cpu: dict[str, dict[str, float]] = {}  # by setup, as `Cell.kvferry_cpu`
         self.failures: dict[str, str] = {}
 
     def run(self, console: Console) -> None:
@@ -195,6 +231,9 @@ class Comparison:
             for prompt_tokens in arguments.lengths:
                 warm_up = prompts_of(prompt_tokens, 0, number=4, seed=arguments.seed)
                 await setup.send(warm_up, in_flight=2, output_tokens=8, salt="warm-up")
+        clocks = {setup.name: CpuClock(setup) for setup in self._setups}
+        await asyncio.sleep(IDLE_S)
+        self.idle_cpu = {name: clock.stop() for name, clock in clocks.items()}
         for in_flight in arguments.in_flight:
             for prompt_tokens in arguments.lengths:
                 await self._measure_cells(prompt_tokens, in_flight)
@@ -205,12 +244,14 @@ class Comparison:
         number = max(LEAST_REQUESTS, arguments.rounds * in_flight)
         prompts = prompts_of(prompt_tokens, in_flight, number=number * arguments.turns, seed=arguments.seed)
         loads: dict[str, list[Load]] = {setup.name: [] for setup in self._setups}
+        clocks = {setup.name: CpuClock(setup) for setup in self._setups}
         before = {setup.name: setup.num_preemptions() for setup in self._setups}
         chance = random.Random(f"{arguments.seed} {prompt_tokens} {in_flight} patience")
         for turn in range(arguments.turns):
             hasty = {index for index in range(number) if chance.random() < arguments.give_up}
             patience_s = {index: chance.uniform(0, arguments.patience) for index in sorted(hasty)}
             for setup in reversed(self._setups) if turn % 2 else self._setups:
+                clocks[setup.name].start()
                 load = await setup.send(
                     prompts[turn * number : (turn + 1) * number],
                     in_flight=in_flight,
@@ -219,6 +260,7 @@ class Comparison:
                     has_token_ids=arguments.token_ids,
                     patience_s=patience_s,
                 )
+                clocks[setup.name].stop()
                 loads[setup.name].append(load)
         first = loads[self._setups[0].name]
         self.cells += [
@@ -230,6 +272,7 @@ class Comparison:
                 slo_ttft_s=arguments.slo_ttft,
                 slo_tpot_s=arguments.slo_tpot,
                 preemptions=setup.num_preemptions() - before[setup.name],
+                kvferry_cpu=clocks[setup.name].shares,
             )
             for setup in self._setups
         ]
@@ -249,6 +292,7 @@ class Comparison:
             "slo_s": [self._arguments.slo_ttft, self._arguments.slo_tpot],
             "started_s": self.started_s,
             "failures": self.failures,
+            "idle_kvferry_cpu": self.idle_cpu,
             "cells": [asdict(cell) for cell in self.cells],
         }
         self._arguments.json.write_text(json.dumps(content, indent=1) + "\n")
@@ -260,7 +304,7 @@ def print_table(cells: Sequence[Cell], console: Console) -> None:
     for name in ("tokens", "in flight", "setup"):
         table.add_column(name, no_wrap=True)
     columns = ("TTFT p50 ms", "beyond one", "TTFT p90", "interval p50 ms", "p99", "requests/s", "good/s", "failed", "given up")
-    for name in (*columns, "preempted", "differing"):
+    for name in (*columns, "preempted", "differing", "kvferry's CPU"):
         table.add_column(name, justify="right", no_wrap=True)
     for cell in cells:
         ones = [
@@ -284,6 +328,7 @@ def print_table(cells: Sequence[Cell], console: Console) -> None:
             str(cell.given_up),
             str(cell.preemptions),
             f"{cell.differing} of {cell.requests}",
+            ", ".join(f"{server} {share:.1%}" for server, share in cell.kvferry_cpu.items()),
         )
     console.print(table)
 

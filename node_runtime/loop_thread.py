@@ -13,12 +13,16 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, ClassVar, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Final, TypeVar
 
 import structlog
 
 from transfer.errors import LocalProtocolError
 from transfer.loop_turns import MeasuredLoop
+
+THREAD: Final = "kvferry"
+"""Name of the loop's thread in the operating system (`top -H`), and of the threads that it starts."""
 
 CLOSE_TIMEOUT_S = 5.0
 SWITCH_INTERVAL_S = 0.0005
@@ -48,7 +52,7 @@ class LoopThread:
         self._broken: BaseException | None = None
         self.loop = MeasuredLoop()
         self.loop.set_exception_handler(self._on_exception)
-        self._thread = threading.Thread(target=self._run, name="kvferry", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self._thread.start()
 
     @classmethod
@@ -123,6 +127,8 @@ class LoopThread:
             self.crash(error)
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            Path("/proc/thread-self/comm").write_text(THREAD, encoding="ascii")  # Python does this from 3.14 on
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()

@@ -38,19 +38,14 @@ def _has_received(arguments: Any, result: Any) -> bool:
 
 
 _COMPLETIONS = "vllm.entrypoints.openai.completion.serving"
+_SGLANG_DECODE, _SGLANG_PREFILL = "sglang.srt.disaggregation.decode", "sglang.srt.disaggregation.prefill"
 
 # Module, function, label, whether the end of the call counts, and which calls count by their arguments and result.
 POINTS: tuple[tuple[str, str, str, bool, Callable[[Any, Any], bool] | None], ...] = (
     ("kvferry.router.app", "RouterApp._generate", "request arrives", False, None),
     ("kvferry.router.http_server", "HttpServer._post", "request sent on", False, None),
     ("kvferry.router.app", "Reply.write", "part of the answer sent", False, None),
-    (
-        "vllm.entrypoints.openai.completion.serving",
-        "OpenAIServingCompletion.create_completion",
-        "API has the request",
-        False,
-        None,
-    ),
+    (_COMPLETIONS, "OpenAIServingCompletion.create_completion", "API has the request", False, None),
     ("vllm.v1.engine.async_llm", "AsyncLLM.add_request", "API gives it to the engine", False, None),
     ("vllm.v1.engine.core", "EngineCore.add_request", "engine has the request", False, None),
     ("vllm.v1.core.sched.scheduler", "Scheduler.schedule", "step scheduled", True, _is_scheduled),
@@ -80,6 +75,12 @@ POINTS: tuple[tuple[str, str, str, bool, Callable[[Any, Any], bool] | None], ...
     ("sglang.srt.managers.tokenizer_manager", "TokenizerManager.generate_request", "API has the request", False, None),
     ("sglang.srt.managers.scheduler", "Scheduler.handle_generate_request", "engine has the request", False, None),
     ("sglang.srt.managers.scheduler", "Scheduler.run_batch", "step begins", False, None),
+    (_SGLANG_DECODE, "DecodePreallocQueue._pre_alloc", "scheduler allocates pages", False, None),
+    (_SGLANG_DECODE, "DecodePreallocQueue._send_kv_metadata", "scheduler asks for the KV", False, None),
+    (_SGLANG_DECODE, "DecodeTransferQueue._commit_transfer_to_req", "scheduler has the KV", False, None),
+    (_SGLANG_PREFILL, "PrefillBootstrapQueue.create_sender", "scheduler has the prompt", False, None),
+    (_SGLANG_PREFILL, "PrefillBootstrapQueue.finalize_bootstrap", "scheduler knows that decode waits", False, None),
+    (_SGLANG_PREFILL, "SchedulerDisaggregationPrefillMixin.send_kv_chunk", "scheduler sends KV", False, None),
     ("sglang.srt.managers.scheduler", "Scheduler.process_batch_result", "step has results", False, None),
     ("sglang.srt.managers.tokenizer_manager", "TokenizerManager._handle_batch_output", "API has tokens", False, None),
     ("kvferry.engines.sglang_transfers", "OutgoingPrompt.offer", "scheduler offers the prompt", False, None),

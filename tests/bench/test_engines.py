@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,13 +15,14 @@ import pytest
 from aiohttp import web
 
 from bench.engine_load import Load, send_load
-from bench.engine_servers import Serving
-from bench.engines import cell_of, prompts_of
+from bench.engine_servers import Process, Serving, Setup
+from bench.engines import CpuClock, cell_of, prompts_of
 from bench.sglang_servers import SglangSetup
 
 REFUSED, CUT_OFF, BROKEN = 9, 8, 7
 """Prompts with such a first token get a refusal, too few tokens, or an error in the stream."""
 PAUSE_S = 0.02
+ROOT = Path(__file__).parents[2]
 
 
 @asynccontextmanager
@@ -98,6 +101,39 @@ async def test_failed_and_differing_answers_are_counted() -> None:
     late = cell_of("kvferry", [load], [reference], in_flight=2, slo_ttft_s=0, slo_tpot_s=60)
     slow = cell_of("kvferry", [load], [reference], in_flight=2, slo_ttft_s=60, slo_tpot_s=0)
     assert late.goodput_per_s == slow.goodput_per_s == 0
+
+
+_BUSY = """
+import sys, time
+from node_runtime.loop_thread import LoopThread
+loop = LoopThread.shared()
+def work():
+    ends = time.thread_time() + float(sys.argv[1])
+    while time.thread_time() < ends:
+        pass
+while True:
+    loop.call(*((loop.loop.run_in_executor, None, work) if sys.argv[2] == "started" else (work,)))
+    time.sleep(0.05)
+"""
+
+
+def test_the_time_of_kvferrys_threads_in_a_server_is_found(tmp_path: Path) -> None:
+    """Also that of threads which its loop has started. Others are the engine's."""
+    setup = Setup(name="kvferry", serving=Serving(model=Path(), logs=tmp_path))
+    with setup:
+        for role in ("loop", "started"):
+            command = [sys.executable, "-c", _BUSY, "0.02", role]
+            path = {"PYTHONPATH": str(ROOT)}
+            one = Process.start(f"kvferry-{role}", command, log=tmp_path / role, ready_url="", environment=path)
+            setup._processes.append(one)  # noqa: SLF001
+        setup._start("other", [sys.executable, "-c", "while True: pass"], ready_url="", environment={})  # noqa: SLF001
+        deadline_s = time.monotonic() + 20
+        while {server for (server, _), seconds in setup.kvferry_cpu_s().items() if seconds > 0.02} != {"loop", "started"}:
+            assert time.monotonic() < deadline_s, (setup.kvferry_cpu_s(), [one.last_lines() for one in setup._processes])  # noqa: SLF001
+            time.sleep(0.02)
+        clock = CpuClock(setup)
+        time.sleep(0.2)
+        assert clock.stop().keys() == {"loop", "started"} and all(0 < share < 1 for share in clock.shares.values())
 
 
 def test_setups_get_the_same_prompts_and_cells_different_ones() -> None:
