@@ -60,6 +60,7 @@ async def all_right(pair: Pair, reference: Reference, lengths: Sequence[int], *,
     [
         pytest.param(Cut(tp_size=2), Cut(tp_size=1), id="tp2-tp1"),
         pytest.param(Cut(tp_size=1, page_size=16), Cut(tp_size=2, page_size=1), id="tp1-page16-tp2-page1"),
+        pytest.param(Cut(tp_size=2, optimistic_attempts=1), Cut(tp_size=1), id="optimistic"),
     ],
 )
 async def test_twenty_prompts_at_once_over_different_cuts(

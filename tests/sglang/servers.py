@@ -43,6 +43,7 @@ class Cut:
     kv_dtype: str = "auto"
     chunk_tokens: int = 128
     is_caching: bool = False  # keeps prefixes for later prompts
+    optimistic_attempts: int = 0  # steps of prefill that do not wait for decode
 
     @property
     def num_ranks(self) -> int:
@@ -95,6 +96,8 @@ class Engine:
         if self.role != "single":
             command += ["--disaggregation-mode", self.role, "--disaggregation-transfer-backend", "kvferry"]
             command += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
+        if cut.optimistic_attempts:
+            command += ["--optimistic-prefill-attempts", str(cut.optimistic_attempts)]
         if self.role == "decode":
             command += ["--hicache-ratio", "1"]  # of itself SGLang wants 10 GiB of the host to stay free, for a pool of 100 MB
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
