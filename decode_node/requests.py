@@ -116,7 +116,6 @@ class DecodeRequests:
     """
 
     reuses_pages: Final = False
-    gives_early_room: Final = True
 
     def __init__(
         self,
@@ -222,6 +221,10 @@ class DecodeRequests:
         return request
 
     # Implementation of `IncomingScheduler`
+
+    def gives_early_room(self, attempt: GenerationAttempt) -> bool:
+        """Return True: pages are taken here, whenever there is room."""
+        return True
 
     async def prepare(self, attempt: GenerationAttempt) -> None:
         """Look the prompt up for each attempt, because KV from a node of another precision has other hashes."""

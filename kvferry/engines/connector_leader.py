@@ -164,13 +164,15 @@ class ConnectorLeader:
         needs_note: bool = False,
         traceparent: str = "",
         cache_salt: str = "",
+        tables: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Fetch the KV of a prompt's tokens from `start_token` on; see `BoundPrompts.want`."""
+        """Fetch the KV of a prompt's tokens from `start_token` on, perhaps into allocated pages; see `BoundPrompts.want`."""
         if self._is_closed:
             return
         self._wanted.add(name)
         needs = needs_first_token, needs_note
-        self._call(self._want, name, transfer_id, source, tuple(token_ids), start_token, *needs, traceparent, cache_salt)
+        bound = None if tables is None else tuple(tuple(table) for table in tables)
+        self._call(self._want, name, transfer_id, source, tuple(token_ids), start_token, *needs, traceparent, cache_salt, bound)
 
     def view(self, name: str) -> PromptView | None:
         """Return the state of a wanted prompt; None means that it is not wanted, or settled."""

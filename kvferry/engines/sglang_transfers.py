@@ -361,8 +361,8 @@ class IncomingPrompt(_Prompt):
                 self._token_ids,
                 start_token=start_token,
                 needs_note=True,
+                tables=tables,
             )
-            leader.bind(self.name, tables)
 
     def _give_up(self) -> None:
         if self._has_pages and self._prompts.leader is not None:

@@ -80,13 +80,16 @@ class Connector:
         """Ask for room as the prefill node. There is room, and every rank expects the prompt."""
         asking = self.asks(request_id, life=life)
         await turns()
-        for rank in range(NUM_RANKS):
-            self.transfers.on_expected(rank, TransferExpected(transfer_id=request_id))
+        self.expected(request_id)
         return await asking
 
     def arrives(self, request_id: str) -> None:
         for rank in range(NUM_RANKS):
             self.transfers.on_whole(rank, request_id)
+
+    def expected(self, request_id: str) -> None:
+        for rank in range(NUM_RANKS):
+            self.transfers.on_expected(rank, TransferExpected(transfer_id=request_id))
 
     async def drained(self, request_id: str) -> None:
         for rank in range(NUM_RANKS):
@@ -117,6 +120,28 @@ async def connector(clock: HandClock) -> AsyncIterator[Connector]:
     one = Connector()
     yield one
     await one.prompts.close()
+
+
+async def test_a_prompt_with_pages_gets_room_before_prefill_asks(connector: Connector) -> None:
+    """An engine such as SGLang takes the pages first."""
+    connector.peer.takes_room = connector.peer.takes_early_room = True
+    connector.prompts.want("b", "t", "prefill:1", PROMPT, 4, tables=TABLES)
+    await turns()
+    (attempt,), (expect,) = connector.transfers.request_ids, connector.sent
+    assert isinstance(expect, ExpectBound) and (expect.tables, expect.start_token) == (TABLES, 4)
+    room = connector.peer.rooms[attempt]
+    assert connector.peer.early_plans == {attempt: PLAN} and room is not None and not room.done()
+    connector.expected(attempt)
+    await turns()
+    assert room.result() == pb.PrefillRoom() and connector.state() is PromptState.BOUND
+    connector.arrives(attempt)
+    assert connector.settled() == [""] and connector.outcomes == ["done"]
+
+
+async def test_a_prompt_without_pages_gets_no_early_room(connector: Connector) -> None:
+    connector.peer.takes_room = connector.peer.takes_early_room = True
+    attempt = await connector.wants()
+    assert connector.peer.early_plans == {attempt: None} and not connector.sent
 
 
 async def test_pages_are_bound_when_prefill_is_about_to_send(clock: HandClock, connector: Connector) -> None:

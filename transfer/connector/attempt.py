@@ -194,9 +194,8 @@ class NotYet:
 class IncomingScheduler(Protocol[PromptT]):
     """The part of an engine that decides at the leader when a prompt has room."""
 
-    @property
-    def gives_early_room(self) -> bool:
-        """Whether a prompt may have room before its prefill node asks for it."""
+    def gives_early_room(self, attempt: Attempt[PromptT]) -> bool:
+        """Return whether an attempt may have room before its prefill node asks for it."""
         ...
 
     @property

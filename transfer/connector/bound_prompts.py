@@ -98,6 +98,12 @@ class BoundPrompt(WantedPrompt):
     is_cancelled: bool = False
     is_wanted_again: bool = False  # the engine is about to want it under another name
 
+    def bind(self, tables: tuple[tuple[int, ...], ...], start_token: int) -> None:
+        """Record the pages that the engine took for it."""
+        self.shown = PromptView(state=PromptState.BOUND)
+        self.tables, self.bound_token = tables, start_token
+        self.bound.set()
+
     @property
     def is_idle(self) -> bool:
         """Whether the prompt holds pages, and prefill has not begun it again."""
@@ -117,7 +123,6 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
     """
 
     reuses_pages = True
-    gives_early_room = False  # the engine takes pages at a step, while prefill computes: nothing waits for the question
 
     def __init__(
         self,
@@ -204,6 +209,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
         needs_note: bool = False,
         traceparent: str = "",
         cache_salt: str = "",
+        tables: tuple[tuple[int, ...], ...] | None = None,
     ) -> None:
         """Fetch the KV of tokens [start_token, end) of a prompt.
 
@@ -214,6 +220,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
             needs_note: The KV is of no use without the note of the prefill side's engine.
             traceparent: The engine's span of the request.
             cache_salt: Salt of the prompt in the prefill side's engine; see `OfferedPrompts.offer`.
+            tables: If the engine has taken the pages already, as in `bind`. Then the prompt can have early room.
         """
         if name in self._prompts:
             raise ValueError(f"prompt {name} is wanted twice")
@@ -239,6 +246,8 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
             accepted_s=time.monotonic(),
             join_timeout_s=self._limits.meet_timeout_s,
         )
+        if tables is not None:
+            prompt.bind(tables, start_token)
         try:
             if not is_utf8(transfer_id):
                 raise TransferAborted(f"the prompt's transfer_id is {transfer_id!r:.300}; it must be text that UTF-8 can carry")
@@ -263,9 +272,8 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
         if not prompt.start_token <= start_token < len(prompt.token_ids):
             bounds = f"[{prompt.start_token}, {len(prompt.token_ids)})"
             raise ValueError(f"prompt {name} is bound from token {start_token} on; it must be in {bounds}")
-        before, prompt.shown = prompt.shown, PromptView(state=PromptState.BOUND)
-        prompt.tables, prompt.bound_token = tables, start_token
-        prompt.bound.set()
+        before = prompt.shown
+        prompt.bind(tables, start_token)
         if prompt.attempts:
             self.transfers.ask_again(prompt.current)
         if before.state is PromptState.FAILED:
@@ -336,6 +344,10 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
             log.critical("decline_crashed", error=str(error), exc_info=error)
 
     # Implementation of `IncomingScheduler`
+
+    def gives_early_room(self, attempt: Attempt[BoundPrompt]) -> bool:
+        """Return whether the engine has taken the pages. One that takes them later does so while prefill computes."""
+        return attempt.prompt.bound.is_set()
 
     async def prepare(self, attempt: Attempt[BoundPrompt]) -> None:
         prompt = attempt.prompt

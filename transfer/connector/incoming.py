@@ -625,7 +625,7 @@ class IncomingTransfers(Generic[PromptT]):
             TransferError: See `reserve`.
         """
         prompt, cut = attempt.prompt, peer.cut
-        if cut is None or not (peer.takes_early_room and self._scheduler.gives_early_room) or attempt.after is not None:
+        if cut is None or not (peer.takes_early_room and self._scheduler.gives_early_room(attempt)) or attempt.after is not None:
             return None
         other_tokens = peer.outstanding_tokens - len(prompt.token_ids) + (peer.others_tokens or 0)
         if other_tokens > EARLY_ROOM_TOKENS or self._lacks_room():
