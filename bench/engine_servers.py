@@ -198,7 +198,7 @@ class Setup:
         return await send_load(self.urls, prompts, **options)
 
     def kvferry_cpu_s(self) -> dict[tuple[str, int], float]:
-        """Return the CPU time so far of kvferry's threads in each process, by the name of its server and its id."""
+        """Return the CPU seconds that kvferry's threads have used, by server and process id."""
         return {
             (process.name.rpartition("-")[2], pid): seconds
             for process in self._processes
@@ -338,7 +338,7 @@ def _session(leader: int) -> list[int]:
 
 
 def _thread_cpu_s(pid: int, name: str) -> float:
-    """Return the CPU time of a process's threads of that name. Threads that they started have it, too."""
+    """Return the CPU seconds of the threads with this name. A thread inherits the name of the thread that starts it."""
     found = 0
     with contextlib.suppress(OSError):  # the process ended
         for folder in Path(f"/proc/{pid}/task").iterdir():

@@ -57,7 +57,7 @@ class Cell:
         ttft_p50_s: Median time to first token of each turn.
         requests_per_s: Complete answers per second.
         goodput_per_s: Complete answers that met both objectives, per second.
-        kvferry_cpu: CPU time of kvferry's threads per second of the loads, by server, in its busiest process.
+        kvferry_cpu: CPU seconds of kvferry's threads per second of load, for the busiest process of each server.
     """
 
     setup: str
@@ -161,10 +161,10 @@ def cell_of(
 
 
 class CpuClock:
-    """The CPU time of kvferry's threads in the servers of a setup, between `start` and `stop`. It starts at once.
+    """The CPU time of kvferry's threads in the servers of a setup, between `start` and `stop`. The constructor starts it.
 
     Attributes:
-        shares: Seconds of CPU time per second, by server, in its busiest process.
+        shares: CPU seconds per second until the last `stop`, for the busiest process of each server.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -178,10 +178,11 @@ class CpuClock:
         self._begun_s, self._before = time.monotonic(), self._setup.kvferry_cpu_s()
 
     def stop(self) -> dict[str, float]:
-        """Return the shares of all time that it ran."""
+        """Stop, and return the shares of all intervals so far."""
         self._ran_s += time.monotonic() - self._begun_s
         for place, seconds in self._setup.kvferry_cpu_s().items():
             self._used_s[place] += seconds - self._before.get(place, 0.0)
+        self.shares = {}
         for (server, _), seconds in self._used_s.items():
             self.shares[server] = max(self.shares.get(server, 0.0), seconds / self._ran_s)
         return self.shares

@@ -70,7 +70,7 @@ class Outcome:
         limit: Target; None if there is none.
         bound: Relation of `measured` to `limit`.
         unit: Unit of both.
-        cpu: Begin of the model name of the CPU that the limit is for, as in `bench.timing.Environment`; empty means any.
+        cpu: Prefix of the model names of the CPUs that the limit is for, see `bench.timing.Environment`; empty means any.
     """
 
     what: str

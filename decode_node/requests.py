@@ -223,7 +223,7 @@ class DecodeRequests:
     # Implementation of `IncomingScheduler`
 
     def gives_early_room(self, attempt: GenerationAttempt) -> bool:
-        """Return True: pages are taken here, whenever there is room."""
+        """Return True, because this node allocates pages without waiting for a step of an engine."""
         return True
 
     async def prepare(self, attempt: GenerationAttempt) -> None:

@@ -166,7 +166,7 @@ class ConnectorLeader:
         cache_salt: str = "",
         tables: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Fetch the KV of a prompt's tokens from `start_token` on, perhaps into allocated pages; see `BoundPrompts.want`."""
+        """Fetch the KV of a prompt's tokens from `start_token` on; see `BoundPrompts.want`. With `tables`, it is also bound."""
         if self._is_closed:
             return
         self._wanted.add(name)

@@ -117,8 +117,8 @@ while True:
 """
 
 
-def test_the_time_of_kvferrys_threads_in_a_server_is_found(tmp_path: Path) -> None:
-    """Also that of threads which its loop has started. Others are the engine's."""
+def test_the_cpu_time_of_kvferrys_threads_is_counted_for_each_server(tmp_path: Path) -> None:
+    """Threads that kvferry's loop has started count. Other threads are the engine's."""
     setup = Setup(name="kvferry", serving=Serving(model=Path(), logs=tmp_path))
     with setup:
         for role in ("loop", "started"):

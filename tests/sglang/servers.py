@@ -43,7 +43,7 @@ class Cut:
     kv_dtype: str = "auto"
     chunk_tokens: int = 128
     is_caching: bool = False  # keeps prefixes for later prompts
-    optimistic_attempts: int = 0  # steps of prefill that do not wait for decode
+    optimistic_attempts: int = 0  # value of --optimistic-prefill-attempts
 
     @property
     def num_ranks(self) -> int:

@@ -99,7 +99,7 @@ class BoundPrompt(WantedPrompt):
     is_wanted_again: bool = False  # the engine is about to want it under another name
 
     def bind(self, tables: tuple[tuple[int, ...], ...], start_token: int) -> None:
-        """Record the pages that the engine took for it."""
+        """Record the pages that the engine allocated for the prompt."""
         self.shown = PromptView(state=PromptState.BOUND)
         self.tables, self.bound_token = tables, start_token
         self.bound.set()
@@ -220,7 +220,8 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
             needs_note: The KV is of no use without the note of the prefill side's engine.
             traceparent: The engine's span of the request.
             cache_salt: Salt of the prompt in the prefill side's engine; see `OfferedPrompts.offer`.
-            tables: If the engine has taken the pages already, as in `bind`. Then the prompt can have early room.
+            tables: Page tables, as in `bind`, if the engine has allocated the pages already. They allow early room. None means
+                that `bind` follows.
         """
         if name in self._prompts:
             raise ValueError(f"prompt {name} is wanted twice")
@@ -346,7 +347,7 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
     # Implementation of `IncomingScheduler`
 
     def gives_early_room(self, attempt: Attempt[BoundPrompt]) -> bool:
-        """Return whether the engine has taken the pages. One that takes them later does so while prefill computes."""
+        """Return whether the engine has allocated the pages. Otherwise, it does so while prefill computes."""
         return attempt.prompt.bound.is_set()
 
     async def prepare(self, attempt: Attempt[BoundPrompt]) -> None:
