@@ -20,7 +20,7 @@ from transfer.connector import bound_prompts as bound_module
 from transfer.connector import incoming as incoming_module
 from transfer.connector.attempt import IncomingObserver
 from transfer.connector.bound_prompts import BIND_WAIT_S, BoundPrompts, PromptState, PromptView
-from transfer.connector.incoming import PLACE_AFTER_S, RETRY_PAUSE_S
+from transfer.connector.incoming import EARLY_ROOM_S, PLACE_AFTER_S, RETRY_PAUSE_S
 from transfer.connector.messages import CancelIncoming, ExpectBound, SettlePrompt, TransferBroken, TransferExpected
 from transfer.connector.named_node import REJOIN_S
 from transfer.connector.prefill_peer import PrefillPeer
@@ -136,6 +136,25 @@ async def test_a_prompt_with_pages_gets_room_before_prefill_asks(connector: Conn
     assert room.result() == pb.PrefillRoom() and connector.state() is PromptState.BOUND
     connector.arrives(attempt)
     assert connector.settled() == [""] and connector.outcomes == ["done"]
+
+
+def test_a_prompt_with_pages_keeps_its_room_while_others_lack_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine would not give its pages to them."""
+
+    async def main(loop: VirtualTimeLoop) -> None:
+        connector = Connector()
+        connector.peer.takes_room = connector.peer.takes_early_room = True
+        connector.prompts.want("b", "t", "prefill:1", PROMPT, 0, tables=TABLES)
+        await turns()
+        connector.expected(connector.transfers.request_ids[0])
+        without = await connector.wants("other", transfer_id="u")
+        for _ in range(4):
+            assert not (await connector.asks(without)).reserved
+            await asyncio.sleep(EARLY_ROOM_S / 8)
+        assert not any(isinstance(message, CancelIncoming) for message in connector.sent)
+        await connector.prompts.close()
+
+    run_in_virtual_time(main, monkeypatch, incoming_module, bound_module)
 
 
 async def test_a_prompt_without_pages_gets_no_early_room(connector: Connector) -> None:

@@ -220,8 +220,8 @@ class BoundPrompts(IncomingScheduler[BoundPrompt]):
             needs_note: The KV is of no use without the note of the prefill side's engine.
             traceparent: The engine's span of the request.
             cache_salt: Salt of the prompt in the prefill side's engine; see `OfferedPrompts.offer`.
-            tables: Page tables, as in `bind`, if the engine has allocated the pages already. They allow early room. None means
-                that `bind` follows.
+            tables: Page tables, as in `bind`, if the engine has allocated the pages already. They allow early room, and
+                `bind` is not called. None means that `bind` follows.
         """
         if name in self._prompts:
             raise ValueError(f"prompt {name} is wanted twice")

@@ -638,7 +638,8 @@ class IncomingTransfers(Generic[PromptT]):
 
     async def _send_early_room(self, attempt: Attempt[PromptT], room: asyncio.Future[pb.PrefillRoom]) -> None:
         """Send an attempt's room to its prefill node, which has not asked for it, once every rank expects the KV."""
-        asyncio.get_running_loop().call_later(EARLY_ROOM_S, self._release_early_room, attempt)
+        if not self._scheduler.reuses_pages:  # otherwise the pages are an engine's, and nobody else gets them
+            asyncio.get_running_loop().call_later(EARLY_ROOM_S, self._release_early_room, attempt)
         try:
             await self._until_expected(attempt)
         except TransferError as error:
@@ -652,7 +653,7 @@ class IncomingTransfers(Generic[PromptT]):
 
         A prompt that only a draining node has keeps its room, because no node would take it again.
         """
-        if attempt.early_room_s is None:
+        if attempt.early_room_s is None or attempt.stage is not AttemptStage.RECEIVING:
             return
         if self._lacks_room() and self._peers.pick() is not None:
             log.info("early_room_released", request_id=attempt.transfer_id)
@@ -809,7 +810,8 @@ class IncomingTransfers(Generic[PromptT]):
             self.fail(attempt, IntegrityError(f"decode rank {rank}: {message.reason}"))
             return
         # A rank only sees that its writer gave up or is gone. The prefill node's call is about to report the reason.
-        error = PeerUnreachable(f"decode rank {rank}: {message.reason}")
+        node = "its prefill node" if attempt.peer is None else f"prefill node {attempt.peer.address}"
+        error = PeerUnreachable(f"decode rank {rank} gets no more KV from {node}: {message.reason}")
         asyncio.get_running_loop().call_later(REASON_GRACE_S, self.fail, attempt, error)
 
     def on_drained(self, rank: int, transfer_id: str) -> None:
