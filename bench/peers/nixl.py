@@ -164,7 +164,8 @@ def write(pipe: Connection, device: str, plan: Sequence[Step], pieces: Sequence[
 
 def serve(pipe: Connection, device: str, plan: Sequence[Step], pieces: Sequence[tuple[int, int]]) -> None:
     memory_bytes, blob = pipe.recv()
-    memory = bytes_on(device, memory_bytes)
+    # In host memory shared, as kvferry's ring is. Linux seldom has huge pages for it, and copies into it take longer.
+    memory = bytes_on(device, memory_bytes, is_shared=True)
     synchronize(device)
     end = NixlEnd("target", memory)
     end.meet(blob)
