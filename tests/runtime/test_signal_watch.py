@@ -227,7 +227,7 @@ def test_a_measured_loop_looks_itself_while_it_waits_for_messages_and_timers(mon
         ends, queued_by, loop = Ends(1), list[int](), asyncio.get_running_loop()
         ends.driver.on_wait = lambda: queued_by.append(threading.get_ident())
         ends.watch.begin(0, ends.readers[0])
-        for grant in range(1, 21):
+        for grant in range(1, 61):  # many, because on a busy machine the other thread is first at times
             ends.arm(grant, 5)
             signal = ends.writers[0].of(grant)
             ends.words[0][8 * grant] = grant  # the gather is queued behind its engine, so the loop looks from now on
@@ -247,8 +247,7 @@ def test_a_measured_loop_looks_itself_while_it_waits_for_messages_and_timers(mon
         return queued_by
 
     queued_by = run_measured(main())
-    # Without a poller it queues none. On a busy machine it does not always run, and the other thread is first.
-    assert len(queued_by) == 20 and threading.get_ident() in queued_by
+    assert len(queued_by) == 60 and queued_by.count(threading.get_ident()) > 30
 
 
 def test_threads_that_start_after_a_poll_sleep_as_long_as_others() -> None:
