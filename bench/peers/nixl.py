@@ -164,8 +164,7 @@ def write(pipe: Connection, device: str, plan: Sequence[Step], pieces: Sequence[
 
 def serve(pipe: Connection, device: str, plan: Sequence[Step], pieces: Sequence[tuple[int, int]]) -> None:
     memory_bytes, blob = pipe.recv()
-    # In host memory shared, as kvferry's ring is. Linux seldom has huge pages for it, and copies into it take longer.
-    memory = bytes_on(device, memory_bytes, is_shared=True)
+    memory = bytes_on(device, memory_bytes)
     synchronize(device)
     end = NixlEnd("target", memory)
     end.meet(blob)
