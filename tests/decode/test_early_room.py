@@ -172,6 +172,32 @@ def test_room_of_a_prompt_that_waits_at_its_node_goes_to_one_that_lacks_room(
     run_in_virtual_time(main, monkeypatch, incoming_module)
 
 
+@pytest.mark.parametrize("end", ["the node is closed", "the KV is there before the node has reported its begin"])
+def test_early_room_is_not_looked_at_after_the_end(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    async def main(loop: VirtualTimeLoop) -> None:
+        world, looks = early(), list[str]()
+        release = world.transfers._release_early_room  # noqa: SLF001
+
+        def look(attempt: Any) -> None:
+            looks.append(attempt.transfer_id)
+            release(attempt)
+
+        monkeypatch.setattr(world.transfers, "_release_early_room", look)
+        await world.submitted()
+        for rank in range(NUM_RANKS):
+            world.expected(rank, "a")
+        await turns()
+        if end == "the node is closed":
+            await world.close()
+        else:
+            await world.finish("a")
+        await asyncio.sleep(5 * EARLY_ROOM_S)
+        assert looks == ["a"]
+        await world.close()
+
+    run_in_virtual_time(main, monkeypatch, incoming_module)
+
+
 def test_queue_timeout_also_ends_a_prompt_with_early_room_that_its_node_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(loop: VirtualTimeLoop) -> None:
         world = early(queue_timeout_s=5.0)

@@ -810,8 +810,8 @@ class IncomingTransfers(Generic[PromptT]):
             self.fail(attempt, IntegrityError(f"decode rank {rank}: {message.reason}"))
             return
         # A rank only sees that its writer gave up or is gone. The prefill node's call is about to report the reason.
-        node = "its prefill node" if attempt.peer is None else f"prefill node {attempt.peer.address}"
-        error = PeerUnreachable(f"decode rank {rank} gets no more KV from {node}: {message.reason}")
+        assert attempt.peer is not None, "the attempt was sent"
+        error = PeerUnreachable(f"decode rank {rank} gets no more KV from prefill node {attempt.peer.address}: {message.reason}")
         asyncio.get_running_loop().call_later(REASON_GRACE_S, self.fail, attempt, error)
 
     def on_drained(self, rank: int, transfer_id: str) -> None:
