@@ -35,12 +35,14 @@ PREEMPTIONS: Final = re.compile(r"^vllm:num_preemptions_total\{.*\} (\S+)$", re.
 ERROR_LINE: Final = re.compile(r"Error\b|error \(|refused|undefined symbol")
 
 VLLM_SCHEDULER: Final = "kvferry+vllm_scheduler"
-SETUPS: Final = ("one", "two", "nixl", "kvferry", VLLM_SCHEDULER)
+SETUPS: Final = ("one", "two", "nixl", "mooncake", "kvferry", VLLM_SCHEDULER)
 """`one`: one vLLM. `two`: two of them, used in turn. The others: a prefill and a decode vLLM behind `kvferry route`, joined by
-NixlConnector or by kvferry with its defaults. `kvferry:SETTING=VALUE,...` changes settings of both sides, for example
-`kvferry:transport.name=cuda_ipc,chunk.chunk_tokens=2048`. kvferry setups use `FirstTokenScheduler` on the decode side, except
-`kvferry+vllm_scheduler`."""
+NixlConnector, by MooncakeConnector over CUDA IPC (behind `bench.mooncake_proxy`), or by kvferry with its defaults.
+`kvferry:SETTING=VALUE,...` changes settings of both sides, for example `kvferry:transport.name=cuda_ipc,chunk.chunk_tokens=2048`.
+kvferry setups use `FirstTokenScheduler` on the decode side, except `kvferry+vllm_scheduler`."""
 
+_SIDE_CHANNELS: Final = ("VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
+_MOONCAKE_ENVIRONMENT: Final = {"MC_INTRANODE_NVLINK": "true"}
 _SCHEDULER: Final = ("--scheduler-cls", "kvferry.engines.vllm_scheduler.FirstTokenScheduler")
 
 
@@ -216,14 +218,15 @@ class Setup:
 
     def _start_pair(self) -> None:
         kv_port = free_port()
-        configuration: Callable[[str], dict[str, Any]] = _nixl if self.name == "nixl" else _kvferry(self.name, kv_port)
-        has_class = self.name.partition(":")[0] not in ("nixl", VLLM_SCHEDULER)
+        configuration: Callable[[str], dict[str, Any]] = _PEERS.get(self.name) or _kvferry(self.name, kv_port)
+        has_class = self.name.partition(":")[0] not in (*_PEERS, VLLM_SCHEDULER)
+        side_channels = {side: free_port() for side in ("prefill", "decode")}
         urls = {
             side: self._start_vllm(
                 side,
                 tp_size=tp_size,
                 connector=configuration(role),
-                side_channel=free_port(),
+                side_channel=side_channels[side],
                 arguments=_SCHEDULER if has_class and side == "decode" else (),
             )
             for side, role, tp_size in (
@@ -232,8 +235,10 @@ class Setup:
             )
         }
         port = free_port()
-        command = [sys.executable, "-m", "kvferry", "route", "--host", HOST, "--port", str(port)]
-        command += ["--prefill", urls["prefill"], "--decode", urls["decode"]]
+        command = [sys.executable, "-m", *(("bench.mooncake_proxy",) if self.name == "mooncake" else ("kvferry", "route"))]
+        command += ["--host", HOST, "--port", str(port), "--prefill", urls["prefill"], "--decode", urls["decode"]]
+        if self.name == "mooncake":
+            command += ["--bootstrap", f"http://{HOST}:{side_channels['prefill']}"]
         url = f"http://{HOST}:{port}"
         self._start("route", command, ready_url=f"{url}/readyz", environment={})
         self.urls.append(url)
@@ -255,7 +260,8 @@ class Setup:
         command += ["--disable-uvicorn-access-log", *self.serving.arguments, *arguments]
         if connector is not None:
             command += ["--kv-transfer-config", json.dumps(connector)]
-        environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)} if side_channel else {}
+        environment = {name: str(side_channel) for name in _SIDE_CHANNELS} if side_channel else {}
+        environment |= _MOONCAKE_ENVIRONMENT if self.name == "mooncake" else {}
         self._start(role, command, ready_url=f"{url}/health", environment=environment)
         return url
 
@@ -274,6 +280,18 @@ class Setup:
 
 def _nixl(role: str) -> dict[str, Any]:
     return {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
+
+
+def _mooncake(role: str) -> dict[str, Any]:
+    return {
+        "kv_connector": "MooncakeConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"mooncake_protocol": "nvlink_intra"},
+    }
+
+
+_PEERS: Final[dict[str, Callable[[str], dict[str, Any]]]] = {"nixl": _nixl, "mooncake": _mooncake}
 
 
 def checked_setup(name: str) -> str:

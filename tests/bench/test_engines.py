@@ -6,23 +6,36 @@ import asyncio
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 
 from bench.engine_load import Load, send_load
 from bench.engine_servers import Process, Serving, Setup
 from bench.engines import CpuClock, cell_of, prompts_of
+from bench.mooncake_proxy import application
 from bench.sglang_servers import SglangSetup
 
 REFUSED, CUT_OFF, BROKEN = 9, 8, 7
 """Prompts with such a first token get a refusal, too few tokens, or an error in the stream."""
 PAUSE_S = 0.02
 ROOT = Path(__file__).parents[2]
+
+
+@asynccontextmanager
+async def serving(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app, handler_cancellation=True)  # a handler ends when its client goes away
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 @asynccontextmanager
@@ -46,14 +59,8 @@ async def server() -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with serving(app) as url:
+        yield url
 
 
 async def load_of(*first_tokens: int, in_flight: int = 2, has_token_ids: bool = False) -> Load:
@@ -155,13 +162,8 @@ class SglangServer:
     async def url(self) -> AsyncIterator[str]:
         app = web.Application()
         app.router.add_post("/generate", self._generate)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
+        async with serving(app) as url:
+            yield url
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(body := await request.json())
@@ -199,3 +201,54 @@ async def test_an_sglang_answer_that_is_too_short_is_a_failure() -> None:
         load = await setup.send([[1]], in_flight=1, output_tokens=3, salt="a")
     assert load.answers[0].error == "the answer has 2 tokens instead of 3"
     assert "bootstrap_room" not in server.bodies[0]
+
+
+class MooncakeSides:
+    """Answers as a pair of vLLM servers with MooncakeConnector: decode waits for prefill's request of the same transfer id."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self._computed: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/health", self._query)
+        app.router.add_get("/query", self._query)
+        app.router.add_post("/v1/completions", self._complete)
+        return app
+
+    async def _query(self, request: web.Request) -> web.Response:
+        return web.json_response({"0": {"engine_id": "engine 7"}})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(body := await request.json())
+        params = body["kv_transfer_params"]
+        if params["do_remote_decode"]:
+            if body["prompt"][0] == REFUSED:
+                return web.Response(status=503)
+            self._computed[params["transfer_id"]].set()
+            return web.json_response({})
+        await self._computed[params["transfer_id"]].wait()
+        content = {"choices": [{"text": str(body["prompt"][0])}], "usage": {"completion_tokens": body["max_tokens"]}}
+        return web.Response(text=f"data: {json.dumps(content)}\n\ndata: [DONE]\n\n")
+
+
+async def test_the_proxy_for_mooncake_asks_both_servers_at_once_under_one_transfer_id() -> None:
+    sides = MooncakeSides()
+    async with serving(sides.app()) as url, serving(await application(prefill=url, bootstrap=url, decode=url)) as proxy:
+        async with ClientSession() as session, session.get(f"{proxy}/readyz") as ready:
+            assert ready.status == 200
+        load = await send_load([proxy], [[1], [2]], in_flight=2, output_tokens=3, salt="a")
+    assert [(answer.text, answer.error) for answer in load.answers] == [("1", ""), ("2", "")]
+    params = [body["kv_transfer_params"] for body in sides.bodies]
+    ids = [[one["transfer_id"] for one in params if one["do_remote_decode"] == is_prefill] for is_prefill in (True, False)]
+    assert len(set(ids[0])) == 2 and sorted(ids[0]) == sorted(ids[1])
+    assert {one.get("remote_engine_id", "engine 7") for one in params} == {"engine 7"}
+    assert {body["max_tokens"] for body in sides.bodies if body["kv_transfer_params"]["do_remote_decode"]} == {1}
+
+
+async def test_a_refusal_of_mooncakes_prefill_server_fails_the_request() -> None:
+    sides = MooncakeSides()
+    async with serving(sides.app()) as url, serving(await application(prefill=url, bootstrap=url, decode=url)) as proxy:
+        load = await send_load([proxy], [[REFUSED], [2]], in_flight=2, output_tokens=3, salt="a")
+    assert load.answers[0].error and load.answers[1].text == "2"

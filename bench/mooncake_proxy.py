@@ -1,0 +1,100 @@
+"""Send each request to both vLLM servers of a pair that MooncakeConnector joins, at the same time.
+
+    python -m bench.mooncake_proxy --port 8000 --prefill URL --decode URL --bootstrap URL
+
+This connector expects a transfer id and prefill's engine id from its proxy, which `kvferry route` does not send. The requests are
+those of vLLM's example (`examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import uuid
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from bench.engine_servers import HOST
+
+PATH = "/v1/completions"
+
+
+class MooncakeProxy:
+    """HTTP handlers.
+
+    Args:
+        session: Client session for both servers.
+        prefill, decode: Base URLs of the servers.
+        bootstrap: Base URL of the connector's bootstrap server on the prefill side.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, *, prefill: str, bootstrap: str, decode: str) -> None:
+        self._session = session
+        self._prefill = prefill
+        self._bootstrap = bootstrap
+        self._decode = decode
+        self._engine_id = ""
+
+    async def readyz(self, request: web.Request) -> web.Response:
+        """Answer 200 once both servers are ready and prefill's engine id is known, otherwise 503."""
+        try:
+            for url in (f"{self._prefill}/health", f"{self._decode}/health"):
+                async with self._session.get(url) as response:
+                    response.raise_for_status()
+            async with self._session.get(f"{self._bootstrap}/query") as response:
+                response.raise_for_status()
+                self._engine_id = (await response.json())["0"]["engine_id"]  # "0": the data-parallel rank
+        except (aiohttp.ClientError, KeyError, OSError) as error:
+            return web.Response(status=503, text=f"{type(error).__name__}: {error}")
+        return web.Response()
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """Stream decode's answer. If prefill fails, the client gets status 500, or its stream ends early."""
+        body = await request.json()
+        transfer_id = f"transfer-{uuid.uuid4()}"
+        params = {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": transfer_id}
+        params |= {"remote_bootstrap_addr": self._bootstrap, "remote_engine_id": self._engine_id}
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._compute(body, transfer_id))
+            async with self._session.post(f"{self._decode}{PATH}", json=body | {"kv_transfer_params": params}) as response:
+                answer = web.StreamResponse(status=response.status, headers={"Content-Type": response.content_type})
+                await answer.prepare(request)
+                async for content in response.content.iter_any():
+                    await answer.write(content)
+        await answer.write_eof()
+        return answer
+
+    async def _compute(self, body: dict[str, Any], transfer_id: str) -> None:
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+        body = {name: value for name, value in body.items() if name != "stream_options"}
+        body |= {"max_tokens": 1, "stream": False, "kv_transfer_params": params}
+        async with self._session.post(f"{self._prefill}{PATH}", json=body) as response:
+            response.raise_for_status()
+            await response.read()
+
+
+async def application(**urls: str) -> web.Application:
+    app = web.Application(client_max_size=1 << 26)
+    session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
+    proxy = MooncakeProxy(session, **urls)
+    app.router.add_get("/readyz", proxy.readyz)
+    app.router.add_post(PATH, proxy.complete)
+    app.on_cleanup.append(lambda _: session.close())
+    return app
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", default=HOST)
+    parser.add_argument("--port", type=int, required=True)
+    for name in ("prefill", "bootstrap", "decode"):
+        parser.add_argument(f"--{name}", metavar="URL", required=True)
+    arguments = parser.parse_args()
+    urls = {name: getattr(arguments, name) for name in ("prefill", "bootstrap", "decode")}
+    web.run_app(application(**urls), host=arguments.host, port=arguments.port, print=None, access_log=None)
+
+
+if __name__ == "__main__":
+    main()
