@@ -6,7 +6,7 @@ CPU platform sets VLLM_WORKER_MULTIPROC_METHOD=spawn itself. A prefill server of
 started side by side, take 40 s of two cores and 5.3 GB.
 
 On GPUs, a server starts in one to three minutes, because vLLM compiles the model and captures CUDA graphs. All servers share the
-first GPUs.
+first GPUs. With one GPU, tests that use `MAX_TP` start servers of TP 1 where they would have TP 2.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ MODEL_NAME = "demo"
 MAX_MODEL_LEN = 1024
 KV_CACHE_BYTES = 256 << 20  # of each rank; of TP 1 it holds some ten thousand tokens of the tests' model
 HAS_GPU = torch.cuda.is_available()
+MAX_TP = 1 if torch.cuda.device_count() == 1 else 2
 CACHE = Path(sys.prefix) / "cache"  # what vLLM found out about models, kept with the environment
 SITE = Path(__file__).resolve().parent / "servers_site"  # makes vLLM's waiting loops sleep: see there why
 

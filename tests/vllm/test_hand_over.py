@@ -15,7 +15,7 @@ import pytest
 
 from tests.samples import sample
 from tests.vllm.answers import Answer, answer, answers, client
-from tests.vllm.commands import MODEL_NAME
+from tests.vllm.commands import MAX_TP, MODEL_NAME
 from tests.vllm.instances import assert_nothing_is_left, connector, kvferry_metrics, page
 from tests.vllm.servers import Server
 
@@ -28,7 +28,7 @@ class Pair:
     one_by_one: Server  # decode after prefill
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=lambda cut: f"{cut[0]}to{cut[1]}")
+@pytest.fixture(scope="module", params=[(2, 1), (1, 2)] if MAX_TP > 1 else [(1, 1)], ids=lambda cut: f"{cut[0]}to{cut[1]}")
 def pair(
     request: pytest.FixtureRequest,
     vllm_server: Callable[..., Server],
@@ -38,11 +38,11 @@ def pair(
 ) -> Iterator[Pair]:
     prefill_tp, decode_tp = request.param
     # Prompts are computed in many steps, so that there is a middle of them; of decode's blocks there are too few for all prompts.
-    # The prefill side with TP 2 sends each layer of a step as a piece of its own.
+    # The prefill side sends each layer of a step as a piece of its own, except with TP 1 to 2.
     prefill = vllm_server(
         model,
         tp=prefill_tp,
-        kv_transfer_config=connector("kv_producer", {"chunk": {"layers_per_group": 1}} if prefill_tp == 2 else None),
+        kv_transfer_config=connector("kv_producer", {"chunk": {"layers_per_group": 1}} if decode_tp == 1 else None),
         name=f"prefill-tp{prefill_tp}",
         in_core=prefill_tp == 1,
         args=["--max-num-batched-tokens", "128"],

@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.timing import Environment
 from tests.vllm.answers import Answer, answers
+from tests.vllm.commands import MAX_TP
 from tests.vllm.instances import assert_nothing_is_left, connector
 from tests.vllm.servers import Server
 
@@ -42,7 +43,7 @@ async def test_calls_take_less_than_three_percent_of_the_steps(
         folder.mkdir()
     prefill = vllm_server(
         model,
-        tp=2,
+        tp=MAX_TP,
         kv_transfer_config=timed("kv_producer"),
         name="prefill-timed",
         args=STEPS,
