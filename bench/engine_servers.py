@@ -15,6 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,11 +36,13 @@ PREEMPTIONS: Final = re.compile(r"^vllm:num_preemptions_total\{.*\} (\S+)$", re.
 ERROR_LINE: Final = re.compile(r"Error\b|error \(|refused|undefined symbol")
 
 VLLM_SCHEDULER: Final = "kvferry+vllm_scheduler"
-SETUPS: Final = ("one", "two", "nixl", "mooncake", "kvferry", VLLM_SCHEDULER)
+TIMED_CALLS: Final = "kvferry+timed_calls"
+SETUPS: Final = ("one", "two", "nixl", "mooncake", "kvferry", VLLM_SCHEDULER, TIMED_CALLS)
 """`one`: one vLLM. `two`: two of them, used in turn. The others: a prefill and a decode vLLM behind `kvferry route`, joined by
 NixlConnector, by MooncakeConnector over CUDA IPC (behind `bench.mooncake_proxy`), or by kvferry with its defaults.
 `kvferry:SETTING=VALUE,...` changes settings of both sides, for example `kvferry:transport.name=cuda_ipc,chunk.chunk_tokens=2048`.
-kvferry setups use `FirstTokenScheduler` on the decode side, except `kvferry+vllm_scheduler`."""
+kvferry setups use `FirstTokenScheduler` on the decode side, except `kvferry+vllm_scheduler`. `kvferry+timed_calls` measures the
+time of vLLM's threads in the connector (`bench.timed_connector`)."""
 
 _SIDE_CHANNELS: Final = ("VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
 _MOONCAKE_ENVIRONMENT: Final = {"MC_INTRANODE_NVLINK": "true"}
@@ -208,6 +211,14 @@ class Setup:
             if (seconds := _thread_cpu_s(pid, THREAD)) > 0
         }
 
+    def connector_call_s(self) -> dict[tuple[str, int], float]:
+        """Return the seconds of vLLM's threads in the connector, by server and process id. Empty except for `TIMED_CALLS`."""
+        found: dict[tuple[str, int], float] = defaultdict(float)
+        for file in self._profiles.glob("*/*.json"):
+            calls = json.loads(file.read_text(encoding="utf-8"))["calls"]
+            found[file.parent.name, int(file.stem.rpartition("-")[2])] += sum(call["seconds"] for call in calls.values())
+        return found
+
     def num_preemptions(self) -> int:
         """Return how often the vLLM servers have preempted a request."""
         found = 0.0
@@ -215,6 +226,10 @@ class Setup:
             with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
                 found += sum(map(float, PREEMPTIONS.findall(answer.read().decode())))
         return int(found)
+
+    @property
+    def _profiles(self) -> Path:
+        return self.serving.logs / f"profiles-{self.name.replace('/', '_')}"
 
     def _start_pair(self) -> None:
         kv_port = free_port()
@@ -261,7 +276,11 @@ class Setup:
         if connector is not None:
             command += ["--kv-transfer-config", json.dumps(connector)]
         environment = {name: str(side_channel) for name in _SIDE_CHANNELS} if side_channel else {}
-        environment |= _MOONCAKE_ENVIRONMENT if self.name == "mooncake" else {}
+        if self.name == "mooncake":
+            environment |= _MOONCAKE_ENVIRONMENT
+        elif self.name == TIMED_CALLS:
+            (folder := self._profiles / role).mkdir(parents=True, exist_ok=True)
+            environment["CONNECTOR_PROFILE_DIR"] = str(folder)
         self._start(role, command, ready_url=f"{url}/health", environment=environment)
         return url
 
@@ -316,9 +335,10 @@ def _kvferry(setup: str, kv_port: int) -> Callable[[str], dict[str, Any]]:
         own: dict[str, Any] = {"server": {"port": kv_port}}
         if role == "kv_consumer":
             own = {"peers": {"prefill_nodes": [f"{HOST}:{kv_port}"]}}
+        is_timed = setup == TIMED_CALLS
         return {
-            "kv_connector": "KvferryConnector",
-            "kv_connector_module_path": "kvferry.engines.vllm_connector",
+            "kv_connector": "TimedConnector" if is_timed else "KvferryConnector",
+            "kv_connector_module_path": "bench.timed_connector" if is_timed else "kvferry.engines.vllm_connector",
             "kv_role": role,
             "kv_load_failure_policy": "fail",  # a recomputed prompt would count as a transferred one
             "kv_connector_extra_config": settings | own,

@@ -23,9 +23,10 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from rich.console import Console
@@ -58,6 +59,8 @@ class Cell:
         requests_per_s: Complete answers per second.
         goodput_per_s: Complete answers that met both objectives, per second.
         kvferry_cpu: CPU seconds of kvferry's threads per second of load, for the busiest process of each server.
+        connector_calls: Seconds of vLLM's threads in the connector per second of load, as `kvferry_cpu`. Only of the setup
+            `kvferry+timed_calls`.
     """
 
     setup: str
@@ -74,6 +77,7 @@ class Cell:
     requests_per_s: float
     goodput_per_s: float
     kvferry_cpu: dict[str, float]
+    connector_calls: dict[str, float]
     errors: tuple[str, ...]
 
 
@@ -113,14 +117,15 @@ def cell_of(
     slo_ttft_s: float,
     slo_tpot_s: float,
     preemptions: int = 0,
-    kvferry_cpu: Mapping[str, float] | None = None,
+    kvferry_cpu: Mapping[str, float] = MappingProxyType({}),
+    connector_calls: Mapping[str, float] = MappingProxyType({}),
 ) -> Cell:
     """Summarise the loads of all turns.
 
     Args:
         references: Loads of the first setup with the same prompts.
         preemptions: How often the servers preempted a request while these loads were sent.
-        kvferry_cpu: See `Cell`.
+        kvferry_cpu, connector_calls: See `Cell`.
         slo_ttft_s: Objective for the time to first token.
         slo_tpot_s: Objective for the mean time per further token.
     """
@@ -155,32 +160,36 @@ def cell_of(
         interval_s=Spread.of(interval_s for answer in served for interval_s in answer.intervals_s),
         requests_per_s=len(served) / duration_s,
         goodput_per_s=len(good) / duration_s,
-        kvferry_cpu=dict(kvferry_cpu or {}),
+        kvferry_cpu=dict(kvferry_cpu),
+        connector_calls=dict(connector_calls),
         errors=tuple(sorted({answer.error for answer in answers if answer.error})[:3]),
     )
 
 
-class CpuClock:
-    """The CPU time of kvferry's threads in the servers of a setup, between `start` and `stop`. The constructor starts it.
+class ShareClock:
+    """Seconds that processes of servers used for something, per second between `start` and `stop`. The constructor starts it.
+
+    Args:
+        used_s: Returns the seconds so far, by server and process id.
 
     Attributes:
-        shares: CPU seconds per second until the last `stop`, for the busiest process of each server.
+        shares: Seconds per second until the last `stop`, for the busiest process of each server.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+    def __init__(self, used_s: Callable[[], Mapping[tuple[str, int], float]]) -> None:
+        self._read = used_s
         self._ran_s = 0.0
         self._used_s: dict[tuple[str, int], float] = defaultdict(float)
         self.shares: dict[str, float] = {}
         self.start()
 
     def start(self) -> None:
-        self._begun_s, self._before = time.monotonic(), self._setup.kvferry_cpu_s()
+        self._begun_s, self._before = time.monotonic(), self._read()
 
     def stop(self) -> dict[str, float]:
         """Stop, and return the shares of all intervals so far."""
         self._ran_s += time.monotonic() - self._begun_s
-        for place, seconds in self._setup.kvferry_cpu_s().items():
+        for place, seconds in self._read().items():
             self._used_s[place] += seconds - self._before.get(place, 0.0)
         self.shares = {}
         for (server, _), seconds in self._used_s.items():
@@ -232,7 +241,7 @@ class Comparison:
             for prompt_tokens in arguments.lengths:
                 warm_up = prompts_of(prompt_tokens, 0, number=4, seed=arguments.seed)
                 await setup.send(warm_up, in_flight=2, output_tokens=8, salt="warm-up")
-        clocks = {setup.name: CpuClock(setup) for setup in self._setups}
+        clocks = {setup.name: ShareClock(setup.kvferry_cpu_s) for setup in self._setups}
         await asyncio.sleep(IDLE_S)
         self.idle_cpu = {name: clock.stop() for name, clock in clocks.items()}
         for in_flight in arguments.in_flight:
@@ -245,14 +254,15 @@ class Comparison:
         number = max(LEAST_REQUESTS, arguments.rounds * in_flight)
         prompts = prompts_of(prompt_tokens, in_flight, number=number * arguments.turns, seed=arguments.seed)
         loads: dict[str, list[Load]] = {setup.name: [] for setup in self._setups}
-        clocks = {setup.name: CpuClock(setup) for setup in self._setups}
+        clocks = {setup.name: (ShareClock(setup.kvferry_cpu_s), ShareClock(setup.connector_call_s)) for setup in self._setups}
         before = {setup.name: setup.num_preemptions() for setup in self._setups}
         chance = random.Random(f"{arguments.seed} {prompt_tokens} {in_flight} patience")
         for turn in range(arguments.turns):
             hasty = {index for index in range(number) if chance.random() < arguments.give_up}
             patience_s = {index: chance.uniform(0, arguments.patience) for index in sorted(hasty)}
             for setup in reversed(self._setups) if turn % 2 else self._setups:
-                clocks[setup.name].start()
+                for clock in clocks[setup.name]:
+                    clock.start()
                 load = await setup.send(
                     prompts[turn * number : (turn + 1) * number],
                     in_flight=in_flight,
@@ -261,7 +271,8 @@ class Comparison:
                     has_token_ids=arguments.token_ids,
                     patience_s=patience_s,
                 )
-                clocks[setup.name].stop()
+                for clock in clocks[setup.name]:
+                    clock.stop()
                 loads[setup.name].append(load)
         first = loads[self._setups[0].name]
         self.cells += [
@@ -273,7 +284,8 @@ class Comparison:
                 slo_ttft_s=arguments.slo_ttft,
                 slo_tpot_s=arguments.slo_tpot,
                 preemptions=setup.num_preemptions() - before[setup.name],
-                kvferry_cpu=clocks[setup.name].shares,
+                kvferry_cpu=clocks[setup.name][0].shares,
+                connector_calls=clocks[setup.name][1].shares,
             )
             for setup in self._setups
         ]
@@ -305,7 +317,7 @@ def print_table(cells: Sequence[Cell], console: Console) -> None:
     for name in ("tokens", "in flight", "setup"):
         table.add_column(name, no_wrap=True)
     columns = ("TTFT p50 ms", "beyond one", "TTFT p90", "interval p50 ms", "p99", "requests/s", "good/s", "failed", "given up")
-    for name in (*columns, "preempted", "differing", "kvferry's CPU"):
+    for name in (*columns, "preempted", "differing", "kvferry's CPU", "connector's calls"):
         table.add_column(name, justify="right", no_wrap=True)
     for cell in cells:
         ones = [
@@ -329,7 +341,10 @@ def print_table(cells: Sequence[Cell], console: Console) -> None:
             str(cell.given_up),
             str(cell.preemptions),
             f"{cell.differing} of {cell.requests}",
-            ", ".join(f"{server} {share:.1%}" for server, share in cell.kvferry_cpu.items()),
+            *(
+                ", ".join(f"{at} {share:.1%}" for at, share in found.items())
+                for found in (cell.kvferry_cpu, cell.connector_calls)
+            ),
         )
     console.print(table)
 
@@ -389,7 +404,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there, after each kind of load")
     arguments = parser.parse_args()
-    console = Console(width=200)
+    console = Console(width=220)
     with tempfile.TemporaryDirectory(prefix="kvferry-engines-") as folder:
         comparison = Comparison(arguments, serving_of(parser, arguments, Path(folder)))
         comparison.run(console)

@@ -17,7 +17,7 @@ from aiohttp import ClientSession, web
 
 from bench.engine_load import Load, send_load
 from bench.engine_servers import Process, Serving, Setup
-from bench.engines import CpuClock, cell_of, prompts_of
+from bench.engines import ShareClock, cell_of, prompts_of
 from bench.mooncake_proxy import application
 from bench.sglang_servers import SglangSetup
 
@@ -138,9 +138,27 @@ def test_the_cpu_time_of_kvferrys_threads_is_counted_for_each_server(tmp_path: P
         while {server for (server, _), seconds in setup.kvferry_cpu_s().items() if seconds > 0.02} != {"loop", "started"}:
             assert time.monotonic() < deadline_s, (setup.kvferry_cpu_s(), [one.last_lines() for one in setup._processes])  # noqa: SLF001
             time.sleep(0.02)
-        clock = CpuClock(setup)
+        clock = ShareClock(setup.kvferry_cpu_s)
         time.sleep(0.2)
         assert clock.stop().keys() == {"loop", "started"} and all(0 < share < 1 for share in clock.shares.values())
+
+
+def test_the_time_in_connector_calls_is_that_of_all_roles_of_a_process(tmp_path: Path) -> None:
+    setup = Setup(name="kvferry+timed_calls", serving=Serving(model=Path(), logs=tmp_path))
+    folder = tmp_path / "profiles-kvferry+timed_calls" / "decode"
+    folder.mkdir(parents=True)
+
+    def write(role: str, pid: int, seconds: float) -> None:
+        calls = {"save_kv_layer": {"seconds": seconds / 4}, "start_load_kv": {"seconds": seconds * 3 / 4}}
+        (folder / f"{role}-{pid}.json").write_text(json.dumps({"calls": calls}))
+
+    write("worker", 7, 1.0)
+    clock = ShareClock(setup.connector_call_s)
+    for role, pid, seconds in (("worker", 7, 3.0), ("scheduler", 7, 2.0), ("worker", 8, 3.0)):
+        write(role, pid, seconds)
+    assert setup.connector_call_s() == {("decode", 7): 5.0, ("decode", 8): 3.0}
+    clock.stop()
+    assert clock.shares["decode"] > 3.0  # 4 s in no time
 
 
 def test_setups_get_the_same_prompts_and_cells_different_ones() -> None:

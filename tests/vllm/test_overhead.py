@@ -26,7 +26,7 @@ STEPS = ["--no-enable-prefix-caching", "--max-num-batched-tokens", "512"]  # eve
 def timed(role: str, settings: dict[str, Any] | None = None) -> dict[str, Any]:
     return connector(role, settings) | {
         "kv_connector": "TimedConnector",
-        "kv_connector_module_path": "tests.vllm.timed_connector",
+        "kv_connector_module_path": "bench.timed_connector",
     }
 
 
