@@ -36,13 +36,15 @@ PREEMPTIONS: Final = re.compile(r"^vllm:num_preemptions_total\{.*\} (\S+)$", re.
 ERROR_LINE: Final = re.compile(r"Error\b|error \(|refused|undefined symbol")
 
 VLLM_SCHEDULER: Final = "kvferry+vllm_scheduler"
+SEQUENTIAL: Final = "kvferry+sequential"
 TIMED_CALLS: Final = "kvferry+timed_calls"
-SETUPS: Final = ("one", "two", "nixl", "mooncake", "kvferry", VLLM_SCHEDULER, TIMED_CALLS)
+SETUPS: Final = ("one", "two", "nixl", "mooncake", "kvferry", VLLM_SCHEDULER, SEQUENTIAL, TIMED_CALLS)
 """`one`: one vLLM. `two`: two of them, used in turn. The others: a prefill and a decode vLLM behind `kvferry route`, joined by
 NixlConnector, by MooncakeConnector over CUDA IPC (behind `bench.mooncake_proxy`), or by kvferry with its defaults.
 `kvferry:SETTING=VALUE,...` changes settings of both sides, for example `kvferry:transport.name=cuda_ipc,chunk.chunk_tokens=2048`.
-kvferry setups use `FirstTokenScheduler` on the decode side, except `kvferry+vllm_scheduler`. `kvferry+timed_calls` measures the
-time of vLLM's threads in the connector (`bench.timed_connector`)."""
+kvferry setups use `FirstTokenScheduler` on the decode side, except `kvferry+vllm_scheduler`. With `kvferry+sequential`, the
+router asks the decode server after prefill. `kvferry+timed_calls` measures the time of vLLM's threads in the connector
+(`bench.timed_connector`)."""
 
 _SIDE_CHANNELS: Final = ("VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
 _MOONCAKE_ENVIRONMENT: Final = {"MC_INTRANODE_NVLINK": "true"}
@@ -254,6 +256,8 @@ class Setup:
         command += ["--host", HOST, "--port", str(port), "--prefill", urls["prefill"], "--decode", urls["decode"]]
         if self.name == "mooncake":
             command += ["--bootstrap", f"http://{HOST}:{side_channels['prefill']}"]
+        elif self.name == SEQUENTIAL:
+            command += ["--flow", "sequential"]
         url = f"http://{HOST}:{port}"
         self._start("route", command, ready_url=f"{url}/readyz", environment={})
         self.urls.append(url)
