@@ -404,7 +404,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there, after each kind of load")
     arguments = parser.parse_args()
-    console = Console(width=220)
+    console = Console(width=240)
     with tempfile.TemporaryDirectory(prefix="kvferry-engines-") as folder:
         comparison = Comparison(arguments, serving_of(parser, arguments, Path(folder)))
         comparison.run(console)

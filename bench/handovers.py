@@ -120,8 +120,8 @@ def print_rows(setup: str, prompt_tokens: int, windows: Sequence[Window], rows: 
     console.print(table)
 
 
-def run(arguments: argparse.Namespace, serving: Serving, console: Console) -> list[dict[str, Any]]:
-    """Return the tables of all setups in plain values."""
+def run(arguments: argparse.Namespace, serving: Serving, console: Console) -> None:
+    """Print the tables of all setups. After each setup, write the record so far, if the command line named a file."""
     found: list[dict[str, Any]] = []
     for setup in arguments.setups:
         folder = Path(serving.environment["HANDOVERS"])
@@ -138,7 +138,16 @@ def run(arguments: argparse.Namespace, serving: Serving, console: Console) -> li
                 found.append(
                     {"setup": setup, "prompt_tokens": prompt_tokens, "ttft_ms": ttft_ms, "rows": [asdict(row) for row in rows]}
                 )
-    return found
+        if arguments.json is not None:
+            content = {
+                "environment": Environment.here().to_json(),
+                "engine": arguments.engine,
+                "server_arguments": serving.arguments,
+                "tp": arguments.tp,
+                "gpus": arguments.gpus,
+                "tables": found,
+            }
+            arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def recording(folder: Path) -> Mapping[str, str]:
@@ -159,17 +168,7 @@ def main() -> None:
         records = folder / "records"
         records.mkdir()
         serving = serving_of(parser, arguments, folder, recording(records))
-        tables = run(arguments, serving, console)
-    if arguments.json is not None:
-        content = {
-            "environment": Environment.here().to_json(),
-            "engine": arguments.engine,
-            "server_arguments": serving.arguments,
-            "tp": arguments.tp,
-            "gpus": arguments.gpus,
-            "tables": tables,
-        }
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+        run(arguments, serving, console)
 
 
 if __name__ == "__main__":
