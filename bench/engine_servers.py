@@ -40,14 +40,14 @@ SEQUENTIAL: Final = "kvferry+sequential"
 TIMED_CALLS: Final = "kvferry+timed_calls"
 SETUPS: Final = ("one", "two", "nixl", "mooncake", "kvferry", VLLM_SCHEDULER, SEQUENTIAL, TIMED_CALLS)
 """`one`: one vLLM. `two`: two of them, used in turn. The others: a prefill and a decode vLLM behind `kvferry route`, joined by
-NixlConnector, by MooncakeConnector over CUDA IPC (behind `bench.mooncake_proxy`), or by kvferry with its defaults.
+NixlConnector, by MooncakeConnector over CUDA IPC (`bench.mooncake_proxy` replaces the router), or by kvferry with its defaults.
 `kvferry:SETTING=VALUE,...` changes settings of both sides, for example `kvferry:transport.name=cuda_ipc,chunk.chunk_tokens=2048`.
-kvferry setups use `FirstTokenScheduler` on the decode side, except `kvferry+vllm_scheduler`. With `kvferry+sequential`, the
-router asks the decode server after prefill. `kvferry+timed_calls` measures the time of vLLM's threads in the connector
+kvferry setups use `FirstTokenScheduler` on the decode side, except `kvferry+vllm_scheduler`. `kvferry+sequential` calls
+decode after prefill (`--flow sequential`). `kvferry+timed_calls` measures the time of vLLM's threads in the connector
 (`bench.timed_connector`)."""
 
-_SIDE_CHANNELS: Final = ("VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
-_MOONCAKE_ENVIRONMENT: Final = {"MC_INTRANODE_NVLINK": "true"}
+_SIDE_CHANNEL_VARIABLES: Final = ("VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
+_MOONCAKE_ENVIRONMENT: Final = {"MC_INTRANODE_NVLINK": "true"}  # CUDA IPC within a host, despite the name
 _SCHEDULER: Final = ("--scheduler-cls", "kvferry.engines.vllm_scheduler.FirstTokenScheduler")
 
 
@@ -213,12 +213,18 @@ class Setup:
             if (seconds := _thread_cpu_s(pid, THREAD)) > 0
         }
 
+    def connector_profiles(self) -> dict[str, dict[str, Any]]:
+        """Return what `bench.timed_connector` has counted, by "server/role-pid". Only `TIMED_CALLS` has any."""
+        files = sorted(self._profile_folder.glob("*/*.json"))
+        return {f"{file.parent.name}/{file.stem}": json.loads(file.read_text(encoding="utf-8")) for file in files}
+
     def connector_call_s(self) -> dict[tuple[str, int], float]:
-        """Return the seconds of vLLM's threads in the connector, by server and process id. Empty except for `TIMED_CALLS`."""
+        """Return the seconds of vLLM's threads in connector calls, by server and process id. Only `TIMED_CALLS` has any."""
         found: dict[tuple[str, int], float] = defaultdict(float)
-        for file in self._profiles.glob("*/*.json"):
-            calls = json.loads(file.read_text(encoding="utf-8"))["calls"]
-            found[file.parent.name, int(file.stem.rpartition("-")[2])] += sum(call["seconds"] for call in calls.values())
+        for name, profile in self.connector_profiles().items():
+            server, _, process = name.partition("/")
+            seconds = sum(call["seconds"] for call in profile["calls"].values())
+            found[server, int(process.rpartition("-")[2])] += seconds
         return found
 
     def num_preemptions(self) -> int:
@@ -230,21 +236,21 @@ class Setup:
         return int(found)
 
     @property
-    def _profiles(self) -> Path:
+    def _profile_folder(self) -> Path:
         return self.serving.logs / f"profiles-{self.name.replace('/', '_')}"
 
     def _start_pair(self) -> None:
         kv_port = free_port()
-        configuration: Callable[[str], dict[str, Any]] = _PEERS.get(self.name) or _kvferry(self.name, kv_port)
-        has_class = self.name.partition(":")[0] not in (*_PEERS, VLLM_SCHEDULER)
-        side_channels = {side: free_port() for side in ("prefill", "decode")}
+        configuration: Callable[[str], dict[str, Any]] = _OTHER_CONNECTORS.get(self.name) or _kvferry(self.name, kv_port)
+        has_scheduler_class = self.name.partition(":")[0] not in (*_OTHER_CONNECTORS, VLLM_SCHEDULER)
+        side_channel_ports = {side: free_port() for side in ("prefill", "decode")}
         urls = {
             side: self._start_vllm(
                 side,
                 tp_size=tp_size,
                 connector=configuration(role),
-                side_channel=side_channels[side],
-                arguments=_SCHEDULER if has_class and side == "decode" else (),
+                side_channel=side_channel_ports[side],
+                arguments=_SCHEDULER if has_scheduler_class and side == "decode" else (),
             )
             for side, role, tp_size in (
                 ("prefill", "kv_producer", self.serving.prefill_tp),
@@ -255,7 +261,7 @@ class Setup:
         command = [sys.executable, "-m", *(("bench.mooncake_proxy",) if self.name == "mooncake" else ("kvferry", "route"))]
         command += ["--host", HOST, "--port", str(port), "--prefill", urls["prefill"], "--decode", urls["decode"]]
         if self.name == "mooncake":
-            command += ["--bootstrap", f"http://{HOST}:{side_channels['prefill']}"]
+            command += ["--bootstrap", f"http://{HOST}:{side_channel_ports['prefill']}"]
         elif self.name == SEQUENTIAL:
             command += ["--flow", "sequential"]
         url = f"http://{HOST}:{port}"
@@ -279,11 +285,11 @@ class Setup:
         command += ["--disable-uvicorn-access-log", *self.serving.arguments, *arguments]
         if connector is not None:
             command += ["--kv-transfer-config", json.dumps(connector)]
-        environment = {name: str(side_channel) for name in _SIDE_CHANNELS} if side_channel else {}
+        environment = {name: str(side_channel) for name in _SIDE_CHANNEL_VARIABLES} if side_channel else {}
         if self.name == "mooncake":
             environment |= _MOONCAKE_ENVIRONMENT
         elif self.name == TIMED_CALLS:
-            (folder := self._profiles / role).mkdir(parents=True, exist_ok=True)
+            (folder := self._profile_folder / role).mkdir(parents=True, exist_ok=True)
             environment["CONNECTOR_PROFILE_DIR"] = str(folder)
         self._start(role, command, ready_url=f"{url}/health", environment=environment)
         return url
@@ -314,7 +320,7 @@ def _mooncake(role: str) -> dict[str, Any]:
     }
 
 
-_PEERS: Final[dict[str, Callable[[str], dict[str, Any]]]] = {"nixl": _nixl, "mooncake": _mooncake}
+_OTHER_CONNECTORS: Final[dict[str, Callable[[str], dict[str, Any]]]] = {"nixl": _nixl, "mooncake": _mooncake}
 
 
 def checked_setup(name: str) -> str:
@@ -324,7 +330,7 @@ def checked_setup(name: str) -> str:
         ArgumentTypeError: It is wrong, see `SETUPS`.
     """
     kind, colon, settings = name.partition(":")
-    if kind not in SETUPS or (colon and (not kind.startswith("kvferry") or "=" not in settings)):
+    if kind not in SETUPS or (colon and (kind not in ("kvferry", VLLM_SCHEDULER) or "=" not in settings)):
         raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SETUPS)}, and not kvferry:SETTING=VALUE,...")
     return name
 

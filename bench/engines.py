@@ -1,4 +1,4 @@
-"""Compare prefill and decode servers joined by kvferry with those joined by NIXL, and with plain servers, of vLLM or SGLang.
+"""Compare prefill and decode servers joined by kvferry, NIXL or Mooncake, and plain servers, of vLLM or SGLang.
 
     python -m bench.engines --setups one nixl kvferry --json FILE [--lengths 512 2000 8000] [--in-flight 1 8 32]
 
@@ -6,7 +6,7 @@ Needs vLLM, or SGLang with `--engine sglang`, in this environment, and NIXL for 
 `bench.sglang_servers` describe the setups. All servers start at the beginning and share the first GPU, so their caches must fit
 side by side (`-- --kv-cache-memory-bytes N`). `--gpus 0 1` puts prefill and decode servers on two GPUs. The setups get the same
 prompts in turns, every second time in the opposite order, so that drift of the machine affects all of them. While one setup is
-measured, the servers of the others are idle. All requests to pairs of vLLM servers go through `kvferry route`.
+measured, the servers of the others are idle. Requests to pairs of vLLM servers go through `kvferry route`, except `mooncake`.
 
 The default model has the KV of Llama 3 8B (128 KiB per token in 16 bits), random weights and 0.5 billion parameters. Prefill of a
 small model is short, so times of the transfer weigh more than with a large model.
@@ -59,8 +59,8 @@ class Cell:
         requests_per_s: Complete answers per second.
         goodput_per_s: Complete answers that met both objectives, per second.
         kvferry_cpu: CPU seconds of kvferry's threads per second of load, for the busiest process of each server.
-        connector_calls: Seconds of vLLM's threads in the connector per second of load, as `kvferry_cpu`. Only of the setup
-            `kvferry+timed_calls`.
+        connector_calls: Seconds of vLLM's threads in connector calls per second of load, for the busiest process of each server.
+            Empty except for `kvferry+timed_calls`.
     """
 
     setup: str
@@ -167,29 +167,29 @@ def cell_of(
 
 
 class ShareClock:
-    """Seconds that processes of servers used for something, per second between `start` and `stop`. The constructor starts it.
+    """Measure which share of the time from `start` to `stop` processes of servers use. The constructor calls `start`.
 
     Args:
-        used_s: Returns the seconds so far, by server and process id.
+        read_s: Function that returns the seconds so far, by server and process id.
 
     Attributes:
-        shares: Seconds per second until the last `stop`, for the busiest process of each server.
+        shares: Share of all intervals so far, for the busiest process of each server.
     """
 
-    def __init__(self, used_s: Callable[[], Mapping[tuple[str, int], float]]) -> None:
-        self._read = used_s
+    def __init__(self, read_s: Callable[[], Mapping[tuple[str, int], float]]) -> None:
+        self._read_s = read_s
         self._ran_s = 0.0
         self._used_s: dict[tuple[str, int], float] = defaultdict(float)
         self.shares: dict[str, float] = {}
         self.start()
 
     def start(self) -> None:
-        self._begun_s, self._before = time.monotonic(), self._read()
+        self._begun_s, self._before = time.monotonic(), self._read_s()
 
     def stop(self) -> dict[str, float]:
         """Stop, and return the shares of all intervals so far."""
         self._ran_s += time.monotonic() - self._begun_s
-        for place, seconds in self._read().items():
+        for place, seconds in self._read_s().items():
             self._used_s[place] += seconds - self._before.get(place, 0.0)
         self.shares = {}
         for (server, _), seconds in self._used_s.items():
@@ -307,6 +307,7 @@ class Comparison:
             "failures": self.failures,
             "idle_kvferry_cpu": self.idle_cpu,
             "cells": [asdict(cell) for cell in self.cells],
+            "connector_profiles": {setup.name: found for setup in self._setups if (found := setup.connector_profiles())},
         }
         self._arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -342,7 +343,7 @@ def print_table(cells: Sequence[Cell], console: Console) -> None:
             str(cell.preemptions),
             f"{cell.differing} of {cell.requests}",
             *(
-                ", ".join(f"{at} {share:.1%}" for at, share in found.items())
+                ", ".join(f"{server} {share:.1%}" for server, share in found.items())
                 for found in (cell.kvferry_cpu, cell.connector_calls)
             ),
         )

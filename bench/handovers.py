@@ -121,7 +121,7 @@ def print_rows(setup: str, prompt_tokens: int, windows: Sequence[Window], rows: 
 
 
 def run(arguments: argparse.Namespace, serving: Serving, console: Console) -> None:
-    """Print the tables of all setups. After each setup, write the record so far, if the command line named a file."""
+    """Print the tables of all setups. If `--json` is given, write the record so far after each setup."""
     found: list[dict[str, Any]] = []
     for setup in arguments.setups:
         folder = Path(serving.environment["HANDOVERS"])
@@ -160,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Show where the time to first token goes in engine servers")
     add_serving_arguments(parser, setups=("one", "kvferry"), lengths=(512, 8000))
     parser.add_argument("--requests", type=int, default=10, help="prompts of each length")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record so far to FILE, after each setup")
     arguments = parser.parse_args()
     console = Console(width=140)
     with tempfile.TemporaryDirectory(prefix="kvferry-handovers-") as name:

@@ -1,9 +1,9 @@
-"""Send each request to both vLLM servers of a pair that MooncakeConnector joins, at the same time.
+"""Send each request at the same time to the prefill and the decode server that MooncakeConnector joins.
 
     python -m bench.mooncake_proxy --port 8000 --prefill URL --decode URL --bootstrap URL
 
-This connector expects a transfer id and prefill's engine id from its proxy, which `kvferry route` does not send. The requests are
-those of vLLM's example (`examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py`).
+MooncakeConnector needs the engine id and the bootstrap address of the prefill side, which its proxy must send. `kvferry route`
+does not. The requests match vLLM's example (`examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATH = "/v1/completions"
 
 
 class MooncakeProxy:
-    """HTTP handlers.
+    """Handle requests for one prefill and one decode server.
 
     Args:
         session: Client session for both servers.
@@ -38,7 +38,7 @@ class MooncakeProxy:
         self._engine_id = ""
 
     async def readyz(self, request: web.Request) -> web.Response:
-        """Answer 200 once both servers are ready and prefill's engine id is known, otherwise 503."""
+        """Return 200 once both servers are ready and prefill's engine id is known, otherwise 503."""
         try:
             for url in (f"{self._prefill}/health", f"{self._decode}/health"):
                 async with self._session.get(url) as response:
@@ -51,13 +51,13 @@ class MooncakeProxy:
         return web.Response()
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        """Stream decode's answer. If prefill fails, the client gets status 500, or its stream ends early."""
+        """Stream decode's answer. If prefill fails, return 500, or end a stream that has begun."""
         body = await request.json()
         transfer_id = f"transfer-{uuid.uuid4()}"
         params = {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": transfer_id}
         params |= {"remote_bootstrap_addr": self._bootstrap, "remote_engine_id": self._engine_id}
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._compute(body, transfer_id))
+            tasks.create_task(self._request_prefill(body, transfer_id))
             async with self._session.post(f"{self._decode}{PATH}", json=body | {"kv_transfer_params": params}) as response:
                 answer = web.StreamResponse(status=response.status, headers={"Content-Type": response.content_type})
                 await answer.prepare(request)
@@ -66,7 +66,7 @@ class MooncakeProxy:
         await answer.write_eof()
         return answer
 
-    async def _compute(self, body: dict[str, Any], transfer_id: str) -> None:
+    async def _request_prefill(self, body: dict[str, Any], transfer_id: str) -> None:
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
         body = {name: value for name, value in body.items() if name != "stream_options"}
         body |= {"max_tokens": 1, "stream": False, "kv_transfer_params": params}
@@ -76,6 +76,7 @@ class MooncakeProxy:
 
 
 async def application(**urls: str) -> web.Application:
+    """Return an application with a `MooncakeProxy`, which has these arguments, and a client session."""
     app = web.Application(client_max_size=1 << 26)
     session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
     proxy = MooncakeProxy(session, **urls)

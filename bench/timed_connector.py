@@ -1,10 +1,10 @@
-"""The vLLM connector with a clock around each of its calls. vLLM loads it in the connector's place.
+"""The vLLM connector with a clock around each of its calls. vLLM loads it instead of `KvferryConnector`.
 
-The clock stands still while Python collects garbage, and what that takes in the whole process is told apart: a full collection
-goes over all of an engine core's heap, for a third of a second here, in the call in which the next allocation happens to be.
+The clock stops during garbage collections, which are recorded separately for the whole process. A full collection scans the
+engine core's heap for a third of a second here, inside any call.
 
-Each process writes what it has counted to a file of its own in `CONNECTOR_PROFILE_DIR`, five times a second while it has steps,
-and at its end.
+Each role of a process writes its counts to its own file in `CONNECTOR_PROFILE_DIR`: during steps, at most five times a second,
+and at exit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CALLS: Final = (
     "get_transfer_results",
     "get_block_ids_with_load_errors",
 )
-WRITE_S: Final = 0.2
+WRITE_S: Final = 0.2  # bench.engines reads the files between loads
 
 
 class Profile:

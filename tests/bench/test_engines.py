@@ -28,8 +28,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @asynccontextmanager
-async def serving(app: web.Application) -> AsyncIterator[str]:
-    runner = web.AppRunner(app, handler_cancellation=True)  # a handler ends when its client goes away
+async def running(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app, handler_cancellation=True)  # cancel a handler when its client disconnects
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
@@ -59,7 +59,7 @@ async def server() -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
-    async with serving(app) as url:
+    async with running(app) as url:
         yield url
 
 
@@ -143,7 +143,7 @@ def test_the_cpu_time_of_kvferrys_threads_is_counted_for_each_server(tmp_path: P
         assert clock.stop().keys() == {"loop", "started"} and all(0 < share < 1 for share in clock.shares.values())
 
 
-def test_the_time_in_connector_calls_is_that_of_all_roles_of_a_process(tmp_path: Path) -> None:
+def test_connector_call_time_sums_all_roles_of_a_process(tmp_path: Path) -> None:
     setup = Setup(name="kvferry+timed_calls", serving=Serving(model=Path(), logs=tmp_path))
     folder = tmp_path / "profiles-kvferry+timed_calls" / "decode"
     folder.mkdir(parents=True)
@@ -158,7 +158,7 @@ def test_the_time_in_connector_calls_is_that_of_all_roles_of_a_process(tmp_path:
         write(role, pid, seconds)
     assert setup.connector_call_s() == {("decode", 7): 5.0, ("decode", 8): 3.0}
     clock.stop()
-    assert clock.shares["decode"] > 3.0  # 4 s in no time
+    assert clock.shares["decode"] > 3.0  # 4 s of calls in a few milliseconds
 
 
 def test_setups_get_the_same_prompts_and_cells_different_ones() -> None:
@@ -180,7 +180,7 @@ class SglangServer:
     async def url(self) -> AsyncIterator[str]:
         app = web.Application()
         app.router.add_post("/generate", self._generate)
-        async with serving(app) as url:
+        async with running(app) as url:
             yield url
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -222,7 +222,7 @@ async def test_an_sglang_answer_that_is_too_short_is_a_failure() -> None:
 
 
 class MooncakeSides:
-    """Answers as a pair of vLLM servers with MooncakeConnector: decode waits for prefill's request of the same transfer id."""
+    """Simulate a MooncakeConnector pair: decode waits for prefill's request with the same transfer id."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -251,9 +251,9 @@ class MooncakeSides:
         return web.Response(text=f"data: {json.dumps(content)}\n\ndata: [DONE]\n\n")
 
 
-async def test_the_proxy_for_mooncake_asks_both_servers_at_once_under_one_transfer_id() -> None:
+async def test_the_mooncake_proxy_sends_one_transfer_id_to_both_servers_at_once() -> None:
     sides = MooncakeSides()
-    async with serving(sides.app()) as url, serving(await application(prefill=url, bootstrap=url, decode=url)) as proxy:
+    async with running(sides.app()) as url, running(await application(prefill=url, bootstrap=url, decode=url)) as proxy:
         async with ClientSession() as session, session.get(f"{proxy}/readyz") as ready:
             assert ready.status == 200
         load = await send_load([proxy], [[1], [2]], in_flight=2, output_tokens=3, salt="a")
@@ -265,8 +265,8 @@ async def test_the_proxy_for_mooncake_asks_both_servers_at_once_under_one_transf
     assert {body["max_tokens"] for body in sides.bodies if body["kv_transfer_params"]["do_remote_decode"]} == {1}
 
 
-async def test_a_refusal_of_mooncakes_prefill_server_fails_the_request() -> None:
+async def test_a_failed_mooncake_prefill_fails_only_its_request() -> None:
     sides = MooncakeSides()
-    async with serving(sides.app()) as url, serving(await application(prefill=url, bootstrap=url, decode=url)) as proxy:
+    async with running(sides.app()) as url, running(await application(prefill=url, bootstrap=url, decode=url)) as proxy:
         load = await send_load([proxy], [[REFUSED], [2]], in_flight=2, output_tokens=3, salt="a")
     assert load.answers[0].error and load.answers[1].text == "2"

@@ -6,7 +6,7 @@ CPU platform sets VLLM_WORKER_MULTIPROC_METHOD=spawn itself. A prefill server of
 started side by side, take 40 s of two cores and 5.3 GB.
 
 On GPUs, a server starts in one to three minutes, because vLLM compiles the model and captures CUDA graphs. All servers share the
-first GPUs. With one GPU, tests that use `MAX_TP` start servers of TP 1 where they would have TP 2.
+first GPUs. With one GPU, tests that use `MAX_TP` start TP 1 servers instead of TP 2.
 """
 
 from __future__ import annotations

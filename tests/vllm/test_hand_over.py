@@ -1,4 +1,7 @@
-"""Two vLLM instances of different TP degree, joined by the connector, the router in front: as one vLLM, and nothing is left."""
+"""Two vLLM instances, joined by the connector, the router in front: as one vLLM, and nothing is left.
+
+Their TP degrees differ, except on a machine with one GPU.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Pair:
     one_by_one: Server  # decode after prefill
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (1, 2)] if MAX_TP > 1 else [(1, 1)], ids=lambda cut: f"{cut[0]}to{cut[1]}")
+@pytest.fixture(scope="module", params=[(2, 1), (1, 2)] if MAX_TP > 1 else [(1, 1)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
 def pair(
     request: pytest.FixtureRequest,
     vllm_server: Callable[..., Server],
@@ -38,7 +41,7 @@ def pair(
 ) -> Iterator[Pair]:
     prefill_tp, decode_tp = request.param
     # Prompts are computed in many steps, so that there is a middle of them; of decode's blocks there are too few for all prompts.
-    # The prefill side sends each layer of a step as a piece of its own, except with TP 1 to 2.
+    # Unless TP is 1 to 2, prefill sends each layer of a step as its own piece.
     prefill = vllm_server(
         model,
         tp=prefill_tp,

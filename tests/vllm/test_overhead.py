@@ -64,7 +64,7 @@ async def test_calls_take_less_than_three_percent_of_the_steps(
         found = await answers(router.url, prompts.values())
         assert dict(zip(prompts, found, strict=True)) == reference
     assert_nothing_is_left(prefill, decode)
-    await asyncio.sleep(1.5)  # each process writes its profile once a second
+    await asyncio.sleep(1.5)  # each process writes its profile five times a second
     for server in (prefill, decode):
         assert server.stop() == {}, f"{server.name} left processes behind"
     shares: dict[str, float] = {}
