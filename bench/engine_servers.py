@@ -16,9 +16,10 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from struct import Struct
 from typing import Any, Final, Self
 
 import yaml
@@ -29,6 +30,8 @@ from node_runtime.loop_thread import THREAD
 HOST: Final = "127.0.0.1"
 PORTS: Final = iter(random.sample(range(20_000, 32_768), 12_768))
 """Linux's default ephemeral ports are higher, so it gives these to nobody."""
+LIVE: Final = Struct("<dd")
+"""Seconds in connector calls, and seconds with a step: the files that `bench.timed_connector` keeps."""
 STOP_S: Final = 10.0
 READY_POLL_S: Final = 0.2
 LOG_LINES: Final = 20
@@ -142,6 +145,51 @@ class Process:
                 time.sleep(0.1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Used:
+    """Seconds that the servers of a setup have used, until a moment or between moments.
+
+    Args:
+        elapsed_s: Elapsed time.
+        cpu_s: CPU time of kvferry's threads, by server and process id.
+        call_s: Time of vLLM's threads in connector calls, by server and process id. Only `TIMED_CALLS` has any.
+        busy_s: Time with a step of vLLM, by server. Only `TIMED_CALLS` has any.
+    """
+
+    elapsed_s: float = 0.0
+    cpu_s: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    call_s: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    busy_s: Mapping[str, float] = field(default_factory=dict)
+
+    def since(self, before: Used) -> Used:
+        """Return the seconds between two moments."""
+        return self._joined(before, -1)
+
+    def __add__(self, other: Used) -> Used:
+        return self._joined(other, 1)
+
+    def _joined(self, other: Used, sign: int) -> Used:
+        def sums(mine: Mapping[Any, float], others: Mapping[Any, float]) -> dict[Any, float]:
+            return {place: mine.get(place, 0.0) + sign * others.get(place, 0.0) for place in {**mine, **others}}
+
+        return Used(
+            elapsed_s=self.elapsed_s + sign * other.elapsed_s,
+            cpu_s=sums(self.cpu_s, other.cpu_s),
+            call_s=sums(self.call_s, other.call_s),
+            busy_s=sums(self.busy_s, other.busy_s),
+        )
+
+    def cpu_shares(self) -> dict[str, float]:
+        """Return the part of the elapsed time, for the busiest process of each server."""
+        return _most((server, seconds / self.elapsed_s) for (server, _), seconds in self.cpu_s.items())
+
+    def call_shares(self) -> dict[str, float]:
+        """Return the part of the time with a step, for the busiest process of each server."""
+        return _most(
+            (server, seconds / self.busy_s[server]) for (server, _), seconds in self.call_s.items() if self.busy_s[server]
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class Setup:
     """Running servers. Use as a context manager: the end of the block stops them.
@@ -204,28 +252,27 @@ class Setup:
         """Send prompts to the setup; see `bench.engine_load.send_load`."""
         return await send_load(self.urls, prompts, **options)
 
-    def kvferry_cpu_s(self) -> dict[tuple[str, int], float]:
-        """Return the CPU seconds that kvferry's threads have used, by server and process id."""
-        return {
+    def used(self) -> Used:
+        """Return the time that the servers have used so far."""
+        call_s: dict[tuple[str, int], float] = defaultdict(float)
+        busy_s: dict[str, float] = defaultdict(float)
+        for file in self._profile_folder.glob("*/*.live"):
+            server, pid = file.parent.name, int(file.stem.rpartition("-")[2])
+            calls_s, steps_s = LIVE.unpack(file.read_bytes())
+            call_s[server, pid] += calls_s
+            busy_s[server] += steps_s
+        cpu_s = {
             (process.name.rpartition("-")[2], pid): seconds
             for process in self._processes
             for pid in _session(process.popen.pid)
             if (seconds := _thread_cpu_s(pid, THREAD)) > 0
         }
+        return Used(elapsed_s=time.monotonic(), cpu_s=cpu_s, call_s=call_s, busy_s=busy_s)
 
     def connector_profiles(self) -> dict[str, dict[str, Any]]:
-        """Return what `bench.timed_connector` has counted, by "server/role-pid". Only `TIMED_CALLS` has any."""
+        """Return the counts of `bench.timed_connector`, by "server/role-pid". Only `TIMED_CALLS` has any."""
         files = sorted(self._profile_folder.glob("*/*.json"))
         return {f"{file.parent.name}/{file.stem}": json.loads(file.read_text(encoding="utf-8")) for file in files}
-
-    def connector_call_s(self) -> dict[tuple[str, int], float]:
-        """Return the seconds of vLLM's threads in connector calls, by server and process id. Only `TIMED_CALLS` has any."""
-        found: dict[tuple[str, int], float] = defaultdict(float)
-        for name, profile in self.connector_profiles().items():
-            server, _, process = name.partition("/")
-            seconds = sum(call["seconds"] for call in profile["calls"].values())
-            found[server, int(process.rpartition("-")[2])] += seconds
-        return found
 
     def num_preemptions(self) -> int:
         """Return how often the vLLM servers have preempted a request."""
@@ -236,13 +283,18 @@ class Setup:
         return int(found)
 
     @property
+    def kind(self) -> str:
+        """Name without settings, one of `SETUPS`."""
+        return self.name.partition(":")[0]
+
+    @property
     def _profile_folder(self) -> Path:
         return self.serving.logs / f"profiles-{self.name.replace('/', '_')}"
 
     def _start_pair(self) -> None:
         kv_port = free_port()
         configuration: Callable[[str], dict[str, Any]] = _OTHER_CONNECTORS.get(self.name) or _kvferry(self.name, kv_port)
-        has_scheduler_class = self.name.partition(":")[0] not in (*_OTHER_CONNECTORS, VLLM_SCHEDULER)
+        has_scheduler_class = self.kind not in (*_OTHER_CONNECTORS, VLLM_SCHEDULER)
         side_channel_ports = {side: free_port() for side in ("prefill", "decode")}
         urls = {
             side: self._start_vllm(
@@ -262,7 +314,7 @@ class Setup:
         command += ["--host", HOST, "--port", str(port), "--prefill", urls["prefill"], "--decode", urls["decode"]]
         if self.name == "mooncake":
             command += ["--bootstrap", f"http://{HOST}:{side_channel_ports['prefill']}"]
-        elif self.name == SEQUENTIAL:
+        elif self.kind == SEQUENTIAL:
             command += ["--flow", "sequential"]
         url = f"http://{HOST}:{port}"
         self._start("route", command, ready_url=f"{url}/readyz", environment={})
@@ -288,7 +340,7 @@ class Setup:
         environment = {name: str(side_channel) for name in _SIDE_CHANNEL_VARIABLES} if side_channel else {}
         if self.name == "mooncake":
             environment |= _MOONCAKE_ENVIRONMENT
-        elif self.name == TIMED_CALLS:
+        elif self.kind == TIMED_CALLS:
             (folder := self._profile_folder / role).mkdir(parents=True, exist_ok=True)
             environment["CONNECTOR_PROFILE_DIR"] = str(folder)
         self._start(role, command, ready_url=f"{url}/health", environment=environment)
@@ -330,7 +382,7 @@ def checked_setup(name: str) -> str:
         ArgumentTypeError: It is wrong, see `SETUPS`.
     """
     kind, colon, settings = name.partition(":")
-    if kind not in SETUPS or (colon and (kind not in ("kvferry", VLLM_SCHEDULER) or "=" not in settings)):
+    if kind not in SETUPS or (colon and (not kind.startswith("kvferry") or "=" not in settings)):
         raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SETUPS)}, and not kvferry:SETTING=VALUE,...")
     return name
 
@@ -345,7 +397,7 @@ def _kvferry(setup: str, kv_port: int) -> Callable[[str], dict[str, Any]]:
         own: dict[str, Any] = {"server": {"port": kv_port}}
         if role == "kv_consumer":
             own = {"peers": {"prefill_nodes": [f"{HOST}:{kv_port}"]}}
-        is_timed = setup == TIMED_CALLS
+        is_timed = setup.partition(":")[0] == TIMED_CALLS
         return {
             "kv_connector": "TimedConnector" if is_timed else "KvferryConnector",
             "kv_connector_module_path": "bench.timed_connector" if is_timed else "kvferry.engines.vllm_connector",
@@ -368,6 +420,13 @@ def free_port() -> int:
             listener.bind((HOST, port))
             return port
     raise OSError(f"{HOST} has no free port")
+
+
+def _most(shares: Iterable[tuple[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for server, share in shares:
+        found[server] = max(found.get(server, 0.0), share)
+    return found
 
 
 def _session(leader: int) -> list[int]:

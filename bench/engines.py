@@ -18,12 +18,11 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import statistics
 import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.engine_load import Load
-from bench.engine_servers import ServerFailed, Serving, Setup, checked_setup
+from bench.engine_servers import ServerFailed, Serving, Setup, Used, checked_setup
 from bench.sglang_servers import SETUPS as SGLANG_SETUPS
 from bench.sglang_servers import SglangSetup
 from bench.timing import Environment
@@ -43,6 +42,7 @@ from kvferry.demo.model import make_demo_model
 
 LEAST_REQUESTS: Final = 8
 IDLE_S: Final = 5.0
+_ENGINE_VARIABLES: Final = ("VLLM_", "SGLANG_", "UCX_", "MC_")
 FIRST_TOKEN_ID: Final = 3  # the smaller ids are special tokens
 SETUP_KINDS: Final[dict[str, type[Setup]]] = {"vllm": Setup, "sglang": SglangSetup}
 
@@ -59,8 +59,8 @@ class Cell:
         requests_per_s: Complete answers per second.
         goodput_per_s: Complete answers that met both objectives, per second.
         kvferry_cpu: CPU seconds of kvferry's threads per second of load, for the busiest process of each server.
-        connector_calls: Seconds of vLLM's threads in connector calls per second of load, for the busiest process of each server.
-            Empty except for `kvferry+timed_calls`.
+        connector_calls: Seconds of vLLM's threads in connector calls per second with a step, for the busiest process of each
+            server. Empty except for `kvferry+timed_calls`.
     """
 
     setup: str
@@ -166,37 +166,6 @@ def cell_of(
     )
 
 
-class ShareClock:
-    """Measure which share of the time from `start` to `stop` processes of servers use. The constructor calls `start`.
-
-    Args:
-        read_s: Function that returns the seconds so far, by server and process id.
-
-    Attributes:
-        shares: Share of all intervals so far, for the busiest process of each server.
-    """
-
-    def __init__(self, read_s: Callable[[], Mapping[tuple[str, int], float]]) -> None:
-        self._read_s = read_s
-        self._ran_s = 0.0
-        self._used_s: dict[tuple[str, int], float] = defaultdict(float)
-        self.shares: dict[str, float] = {}
-        self.start()
-
-    def start(self) -> None:
-        self._begun_s, self._before = time.monotonic(), self._read_s()
-
-    def stop(self) -> dict[str, float]:
-        """Stop, and return the shares of all intervals so far."""
-        self._ran_s += time.monotonic() - self._begun_s
-        for place, seconds in self._read_s().items():
-            self._used_s[place] += seconds - self._before.get(place, 0.0)
-        self.shares = {}
-        for (server, _), seconds in self._used_s.items():
-            self.shares[server] = max(self.shares.get(server, 0.0), seconds / self._ran_s)
-        return self.shares
-
-
 class Comparison:
     """Cells of all setups.
 
@@ -213,6 +182,7 @@ class Comparison:
         self.started_s: dict[str, float] = {}
         self.idle_cpu: dict[str, dict[str, float]] = {}  # by setup, as `Cell.kvferry_cpu`
         self.failures: dict[str, str] = {}
+        self.is_finished = False
 
     def run(self, console: Console) -> None:
         """Start all setups, measure those that are ready, and stop them."""
@@ -233,6 +203,8 @@ class Comparison:
             self.write()
             if self._setups:
                 asyncio.run(self._measure())
+        self.is_finished = True
+        self.write()
         print_table(self.cells, console)
 
     async def _measure(self) -> None:
@@ -241,9 +213,9 @@ class Comparison:
             for prompt_tokens in arguments.lengths:
                 warm_up = prompts_of(prompt_tokens, 0, number=4, seed=arguments.seed)
                 await setup.send(warm_up, in_flight=2, output_tokens=8, salt="warm-up")
-        clocks = {setup.name: ShareClock(setup.kvferry_cpu_s) for setup in self._setups}
+        before = {setup.name: setup.used() for setup in self._setups}
         await asyncio.sleep(IDLE_S)
-        self.idle_cpu = {name: clock.stop() for name, clock in clocks.items()}
+        self.idle_cpu = {setup.name: setup.used().since(before[setup.name]).cpu_shares() for setup in self._setups}
         for in_flight in arguments.in_flight:
             for prompt_tokens in arguments.lengths:
                 await self._measure_cells(prompt_tokens, in_flight)
@@ -254,15 +226,14 @@ class Comparison:
         number = max(LEAST_REQUESTS, arguments.rounds * in_flight)
         prompts = prompts_of(prompt_tokens, in_flight, number=number * arguments.turns, seed=arguments.seed)
         loads: dict[str, list[Load]] = {setup.name: [] for setup in self._setups}
-        clocks = {setup.name: (ShareClock(setup.kvferry_cpu_s), ShareClock(setup.connector_call_s)) for setup in self._setups}
+        used = {setup.name: Used() for setup in self._setups}
         before = {setup.name: setup.num_preemptions() for setup in self._setups}
         chance = random.Random(f"{arguments.seed} {prompt_tokens} {in_flight} patience")
         for turn in range(arguments.turns):
             hasty = {index for index in range(number) if chance.random() < arguments.give_up}
             patience_s = {index: chance.uniform(0, arguments.patience) for index in sorted(hasty)}
             for setup in reversed(self._setups) if turn % 2 else self._setups:
-                for clock in clocks[setup.name]:
-                    clock.start()
+                begin = setup.used()
                 load = await setup.send(
                     prompts[turn * number : (turn + 1) * number],
                     in_flight=in_flight,
@@ -271,8 +242,7 @@ class Comparison:
                     has_token_ids=arguments.token_ids,
                     patience_s=patience_s,
                 )
-                for clock in clocks[setup.name]:
-                    clock.stop()
+                used[setup.name] += setup.used().since(begin)
                 loads[setup.name].append(load)
         first = loads[self._setups[0].name]
         self.cells += [
@@ -284,8 +254,8 @@ class Comparison:
                 slo_ttft_s=arguments.slo_ttft,
                 slo_tpot_s=arguments.slo_tpot,
                 preemptions=setup.num_preemptions() - before[setup.name],
-                kvferry_cpu=clocks[setup.name][0].shares,
-                connector_calls=clocks[setup.name][1].shares,
+                kvferry_cpu=used[setup.name].cpu_shares(),
+                connector_calls=used[setup.name].call_shares(),
             )
             for setup in self._setups
         ]
@@ -300,6 +270,11 @@ class Comparison:
             "server_arguments": self._serving.arguments,
             "tp": [self._serving.prefill_tp, self._serving.decode_tp],
             "gpus": [self._serving.prefill_gpus, self._serving.decode_gpus],
+            "environment_variables": {
+                name: os.environ[name] for name in sorted(os.environ) if name.startswith(_ENGINE_VARIABLES)
+            },
+            "is_finished": self.is_finished,
+            "reference": self._setups[0].name if self._setups else None,
             "output_tokens": self._arguments.output_tokens,
             "token_ids": self._arguments.token_ids,
             "slo_s": [self._arguments.slo_ttft, self._arguments.slo_tpot],

@@ -46,7 +46,7 @@ class MooncakeProxy:
             async with self._session.get(f"{self._bootstrap}/query") as response:
                 response.raise_for_status()
                 self._engine_id = (await response.json())["0"]["engine_id"]  # "0": the data-parallel rank
-        except (aiohttp.ClientError, KeyError, OSError) as error:
+        except (aiohttp.ClientError, LookupError, TypeError, ValueError, OSError) as error:
             return web.Response(status=503, text=f"{type(error).__name__}: {error}")
         return web.Response()
 
@@ -94,7 +94,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", metavar="URL", required=True)
     arguments = parser.parse_args()
     urls = {name: getattr(arguments, name) for name in ("prefill", "bootstrap", "decode")}
-    web.run_app(application(**urls), host=arguments.host, port=arguments.port, print=None, access_log=None)
+    web.run_app(
+        application(**urls), host=arguments.host, port=arguments.port, print=None, access_log=None, handler_cancellation=True
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 _BY_CUDA = tuple(f"{name}-cu{major}" for name in ("ucxx", "libucx", "nixl") for major in (13, 12))
-_LIBRARIES = ("kvferry", "torch", "triton", "numpy", "cuda-bindings", "pyzmq", "grpcio", "transformers", *_BY_CUDA)
+_ENGINES = ("vllm", "sglang", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
+_LIBRARIES = ("kvferry", "torch", "triton", "numpy", "cuda-bindings", "pyzmq", "grpcio", "transformers", *_BY_CUDA, *_ENGINES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class Environment:
     """Place and time of a benchmark.
 
     Attributes:
-        commit: Commit of this checkout; for a copy without one, the environment variable BENCH_COMMIT.
+        commit: Environment variable BENCH_COMMIT, for a copy of a working tree; otherwise, the commit of this checkout.
         gpus: Names by index.
         driver: Driver of the GPUs.
         nvlink: Link between the first two GPUs in the words of ``nvidia-smi topo`` (``NV18``: eighteen links of NVLink).
@@ -62,10 +63,11 @@ class Environment:
                 versions[name] = importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:
                 continue
+        given = os.environ.get("BENCH_COMMIT", "")
         gpus = [line.split(", ") for line in _nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()]
         return cls(
-            commit=_run("git", "rev-parse", "--short=12", "HEAD") or os.environ.get("BENCH_COMMIT", "unknown"),
-            is_modified=bool(_run("git", "status", "--porcelain", "--untracked-files=no")),
+            commit=given or _run("git", "rev-parse", "--short=12", "HEAD") or "unknown",
+            is_modified=not given and bool(_run("git", "status", "--porcelain", "--untracked-files=no")),
             cpu=cpu_model(),
             num_cores=len(os.sched_getaffinity(0)),
             gpus=tuple(name for name, *_ in gpus),

@@ -77,6 +77,7 @@ _CUTS_GPU = "tests/gpu/test_nodes_gpu.py::test_tokens_agree_across_gpus"
 _CUTS_NODES = "tests/cluster/nodes/test_tokens.py::test_tokens_are_those_of_one_process"
 _KINDS_NODES = "tests/cluster/nodes/test_kinds.py::test_tokens_are_those_of_one_process"
 _HAND_OVER = "tests/vllm/test_hand_over.py::test_tokens_as_of_one_vllm"
+_HITS = "tests/vllm/test_hand_over.py::test_prefix_cache_hits_on_both_sides"
 _RECORDED = f"{_LAYOUT}test_bytes_of_a_recorded_vllm"
 _GPU_MEMORY = f"{_LAYOUT}test_bytes_of_gpu_backends"
 _CASES = "tests/adapters/test_support.py::test_engines_accept_and_refuse_what_the_table_says"
@@ -450,8 +451,9 @@ FEATURES: Final = (
             remark="from the store",
         ),
         vllm=Cell(
-            evidence=_CPU,
+            evidence=_GPU,
             shown_by=(
+                _HITS,
                 "tests/vllm/test_windows.py::test_prefix_hits",
                 "tests/vllm/test_states.py::test_prompts_that_begin_with_earlier_ones",
                 "tests/vllm/test_store.py::test_the_store_connector_works_with_the_transfer_connector",
@@ -470,8 +472,9 @@ FEATURES: Final = (
             remark="with KV offload",
         ),
         vllm=Cell(
-            evidence=_CPU,
+            evidence=_GPU,
             shown_by=(
+                _HITS,
                 "tests/vllm/test_windows.py::test_prefix_hits",
                 f"{_SIDES}test_what_the_decode_side_has_in_its_prefix_cache_is_not_sent",
             ),
@@ -705,14 +708,15 @@ FEATURES: Final = (
             remark="decode retries prompts that vLLM preempted",
         ),
         vllm=Cell(
-            evidence=_SOURCE,
+            evidence=_GPU,
             shown_by=(
+                "tests/vllm/test_hand_over.py::test_preempted_requests_go_on",
                 f"{_SIDES}test_a_preempted_prompt_is_sent_from_its_new_blocks",
                 f"{_SIDES}test_blocks_that_are_lacking_come_from_a_request_that_prefill_has_preempted",
                 "tests/connector/test_vllm_windows.py::test_a_preempted_prompt_releases_the_blocks_that_it_keeps",
             ),
             accepts=("llama-block32",),
-            remark="stand-ins for vLLM's scheduler",
+            remark="on prefill with stand-ins for vLLM's scheduler",
         ),
         sglang=Cell(evidence=_UNTESTED, accepts=("settings",), remark="requests retracted to prefill fail"),
         nixl=Nixl(verdict="yes", found_in="base_scheduler.py:411"),

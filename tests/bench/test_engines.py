@@ -16,8 +16,8 @@ import pytest
 from aiohttp import ClientSession, web
 
 from bench.engine_load import Load, send_load
-from bench.engine_servers import Process, Serving, Setup
-from bench.engines import ShareClock, cell_of, prompts_of
+from bench.engine_servers import LIVE, Process, Serving, Setup, Used
+from bench.engines import cell_of, prompts_of
 from bench.mooncake_proxy import application
 from bench.sglang_servers import SglangSetup
 
@@ -135,30 +135,31 @@ def test_the_cpu_time_of_kvferrys_threads_is_counted_for_each_server(tmp_path: P
             setup._processes.append(one)  # noqa: SLF001
         setup._start("other", [sys.executable, "-c", "while True: pass"], ready_url="", environment={})  # noqa: SLF001
         deadline_s = time.monotonic() + 20
-        while {server for (server, _), seconds in setup.kvferry_cpu_s().items() if seconds > 0.02} != {"loop", "started"}:
-            assert time.monotonic() < deadline_s, (setup.kvferry_cpu_s(), [one.last_lines() for one in setup._processes])  # noqa: SLF001
+        while {server for (server, _), seconds in setup.used().cpu_s.items() if seconds > 0.02} != {"loop", "started"}:
+            assert time.monotonic() < deadline_s, (setup.used(), [one.last_lines() for one in setup._processes])  # noqa: SLF001
             time.sleep(0.02)
-        clock = ShareClock(setup.kvferry_cpu_s)
+        begin = setup.used()
         time.sleep(0.2)
-        assert clock.stop().keys() == {"loop", "started"} and all(0 < share < 1 for share in clock.shares.values())
+        shares = setup.used().since(begin).cpu_shares()
+        assert shares.keys() == {"loop", "started"} and all(0 < share < 1 for share in shares.values())
 
 
-def test_connector_call_time_sums_all_roles_of_a_process(tmp_path: Path) -> None:
+def test_connector_calls_are_part_of_the_time_with_a_step(tmp_path: Path) -> None:
     setup = Setup(name="kvferry+timed_calls", serving=Serving(model=Path(), logs=tmp_path))
     folder = tmp_path / "profiles-kvferry+timed_calls" / "decode"
     folder.mkdir(parents=True)
 
-    def write(role: str, pid: int, seconds: float) -> None:
-        calls = {"save_kv_layer": {"seconds": seconds / 4}, "start_load_kv": {"seconds": seconds * 3 / 4}}
-        (folder / f"{role}-{pid}.json").write_text(json.dumps({"calls": calls}))
+    def used(*roles: tuple[str, float, float]) -> Used:
+        for name, call_s, busy_s in roles:
+            (folder / f"{name}.live").write_bytes(LIVE.pack(call_s, busy_s))
+        return setup.used()
 
-    write("worker", 7, 1.0)
-    clock = ShareClock(setup.connector_call_s)
-    for role, pid, seconds in (("worker", 7, 3.0), ("scheduler", 7, 2.0), ("worker", 8, 3.0)):
-        write(role, pid, seconds)
-    assert setup.connector_call_s() == {("decode", 7): 5.0, ("decode", 8): 3.0}
-    clock.stop()
-    assert clock.shares["decode"] > 3.0  # 4 s of calls in a few milliseconds
+    first = used(("scheduler-7", 0.5, 10.0), ("worker-7", 1.0, 0.0))
+    second = used(("scheduler-7", 1.0, 30.0), ("worker-7", 2.0, 0.0), ("worker-8", 2.0, 0.0)).since(first)
+    assert second.call_s == {("decode", 7): 1.5, ("decode", 8): 2.0} and second.busy_s == {"decode": 20.0}
+    assert second.call_shares() == {"decode": 0.1}, "of the busiest process"
+    assert (second + second).call_shares() == {"decode": 0.1}
+    assert Used().call_shares() == {}
 
 
 def test_setups_get_the_same_prompts_and_cells_different_ones() -> None:
