@@ -25,6 +25,7 @@ from typing import Any, Final, Self
 import yaml
 
 from bench.engine_load import Load, send_load
+from kvferry.engines.vllm_plugin import CONNECTOR, SCHEDULER
 from node_runtime.loop_thread import THREAD
 
 HOST: Final = "127.0.0.1"
@@ -45,13 +46,16 @@ SETUPS: Final = ("one", "two", "nixl", "mooncake", "kvferry", VLLM_SCHEDULER, SE
 """`one`: one vLLM. `two`: two of them, used in turn. The others: a prefill and a decode vLLM behind `kvferry route`, joined by
 NixlConnector, by MooncakeConnector over CUDA IPC (`bench.mooncake_proxy` replaces the router), or by kvferry with its defaults.
 `kvferry:SETTING=VALUE,...` changes settings of both sides, for example `kvferry:transport.name=cuda_ipc,chunk.chunk_tokens=2048`.
-kvferry setups use `FirstTokenScheduler` on the decode side, except `kvferry+vllm_scheduler`. `kvferry+sequential` calls
-decode after prefill (`--flow sequential`). `kvferry+timed_calls` measures the time of vLLM's threads in the connector
-(`bench.timed_connector`)."""
+They need kvferry's vLLM plugin, so kvferry must be installed. `kvferry+vllm_scheduler` has vLLM's scheduler on the decode side,
+not `FirstTokenScheduler`. `kvferry+sequential` calls decode after prefill (`--flow sequential`). `kvferry+timed_calls` measures
+the time of vLLM's threads in the connector (`bench.timed_connector`)."""
 
 _SIDE_CHANNEL_VARIABLES: Final = ("VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
 _MOONCAKE_ENVIRONMENT: Final = {"MC_INTRANODE_NVLINK": "true"}  # CUDA IPC within a host, despite the name
-_SCHEDULER: Final = ("--scheduler-cls", "kvferry.engines.vllm_scheduler.FirstTokenScheduler")
+_SCHEDULERS: Final = {
+    VLLM_SCHEDULER: ("--scheduler-cls", "vllm.v1.core.sched.async_scheduler.AsyncScheduler"),
+    TIMED_CALLS: ("--scheduler-cls", SCHEDULER),  # kvferry's plugin does not know this connector
+}
 
 
 class ServerFailed(Exception):
@@ -294,7 +298,6 @@ class Setup:
     def _start_pair(self) -> None:
         kv_port = free_port()
         configuration: Callable[[str], dict[str, Any]] = _OTHER_CONNECTORS.get(self.name) or _kvferry(self.name, kv_port)
-        has_scheduler_class = self.kind not in (*_OTHER_CONNECTORS, VLLM_SCHEDULER)
         side_channel_ports = {side: free_port() for side in ("prefill", "decode")}
         urls = {
             side: self._start_vllm(
@@ -302,7 +305,7 @@ class Setup:
                 tp_size=tp_size,
                 connector=configuration(role),
                 side_channel=side_channel_ports[side],
-                arguments=_SCHEDULER if has_scheduler_class and side == "decode" else (),
+                arguments=_SCHEDULERS.get(self.kind, ()) if side == "decode" else (),
             )
             for side, role, tp_size in (
                 ("prefill", "kv_producer", self.serving.prefill_tp),
@@ -397,10 +400,9 @@ def _kvferry(setup: str, kv_port: int) -> Callable[[str], dict[str, Any]]:
         own: dict[str, Any] = {"server": {"port": kv_port}}
         if role == "kv_consumer":
             own = {"peers": {"prefill_nodes": [f"{HOST}:{kv_port}"]}}
-        is_timed = setup.partition(":")[0] == TIMED_CALLS
+        timed = {"kv_connector": "TimedConnector", "kv_connector_module_path": "bench.timed_connector"}
         return {
-            "kv_connector": "TimedConnector" if is_timed else "KvferryConnector",
-            "kv_connector_module_path": "bench.timed_connector" if is_timed else "kvferry.engines.vllm_connector",
+            **(timed if setup.partition(":")[0] == TIMED_CALLS else {"kv_connector": CONNECTOR}),
             "kv_role": role,
             "kv_load_failure_policy": "fail",  # a recomputed prompt would count as a transferred one
             "kv_connector_extra_config": settings | own,

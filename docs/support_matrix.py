@@ -81,7 +81,7 @@ _HITS = "tests/vllm/test_hand_over.py::test_prefix_cache_hits_on_both_sides"
 _RECORDED = f"{_LAYOUT}test_bytes_of_a_recorded_vllm"
 _GPU_MEMORY = f"{_LAYOUT}test_bytes_of_gpu_backends"
 _CASES = "tests/adapters/test_support.py::test_engines_accept_and_refuse_what_the_table_says"
-_H100 = "docs/support.md#where-it-was-run"
+_WHERE = "docs/support.md#where-it-was-run"
 
 
 def _refused(*cases: str, remark: str = "") -> Cell:
@@ -108,13 +108,13 @@ FEATURES: Final = (
         ),
         vllm=Cell(
             evidence=_GPU,
-            shown_by=("bench/results/2026-11-28-two-h200-engines.json", _H100, _HAND_OVER, _RECORDED),
+            shown_by=("bench/results/2026-11-28-two-h200-engines.json", _WHERE, _HAND_OVER, _RECORDED),
             accepts=("llama-block32", "llama-block128", "llama-head80-bfloat16", "qwen3-block128"),
             refuses=("backend ROCM_ATTN", "CrossAttentionSpec"),
         ),
         sglang=Cell(
             evidence=_GPU,
-            shown_by=(_H100, f"{_SERVED}test_twenty_prompts_at_once_over_different_cuts"),
+            shown_by=(_WHERE, f"{_SERVED}test_twenty_prompts_at_once_over_different_cuts"),
             accepts=("mha", "mha_page1", "mha_uneven", "mha_v64"),
             refuses=("pool of another class",),
         ),
@@ -453,6 +453,7 @@ FEATURES: Final = (
         vllm=Cell(
             evidence=_GPU,
             shown_by=(
+                _WHERE,
                 _HITS,
                 "tests/vllm/test_windows.py::test_prefix_hits",
                 "tests/vllm/test_states.py::test_prompts_that_begin_with_earlier_ones",
@@ -474,6 +475,7 @@ FEATURES: Final = (
         vllm=Cell(
             evidence=_GPU,
             shown_by=(
+                _WHERE,
                 _HITS,
                 "tests/vllm/test_windows.py::test_prefix_hits",
                 f"{_SIDES}test_what_the_decode_side_has_in_its_prefix_cache_is_not_sent",
@@ -504,7 +506,7 @@ FEATURES: Final = (
         ),
         vllm=Cell(
             evidence=_GPU,
-            shown_by=(_H100, _HAND_OVER, f"{_LAYOUT}test_between_recorded_instances_that_are_cut_differently"),
+            shown_by=(_WHERE, _HAND_OVER, f"{_LAYOUT}test_between_recorded_instances_that_are_cut_differently"),
             accepts=(
                 "llama-tp2-block32 -> llama-block128",
                 "llama-block128 -> llama-tp2-block32",
@@ -534,7 +536,7 @@ FEATURES: Final = (
         nodes=Cell(evidence=_CPU, shown_by=(_CUTS_NODES, _KINDS_NODES), accepts=("decode pool.page_size=7",)),
         vllm=Cell(
             evidence=_GPU,
-            shown_by=(_H100, _HAND_OVER, "tests/vllm/test_windows.py::test_tokens_and_bytes_of_windows"),
+            shown_by=(_WHERE, _HAND_OVER, "tests/vllm/test_windows.py::test_tokens_and_bytes_of_windows"),
             accepts=("llama-tp2-block32 -> llama-block128",),
         ),
         sglang=Cell(
@@ -710,6 +712,7 @@ FEATURES: Final = (
         vllm=Cell(
             evidence=_GPU,
             shown_by=(
+                _WHERE,
                 "tests/vllm/test_hand_over.py::test_preempted_requests_go_on",
                 f"{_SIDES}test_a_preempted_prompt_is_sent_from_its_new_blocks",
                 f"{_SIDES}test_blocks_that_are_lacking_come_from_a_request_that_prefill_has_preempted",

@@ -1,7 +1,7 @@
 """vLLM's KV connector for kvferry, loaded by vLLM itself:
 
-    --kv-transfer-config '{"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.engines.vllm_connector",
-                           "kv_role": "kv_producer", "kv_connector_extra_config": {"tls": {"insecure": 1}}}'
+    --kv-transfer-config '{"kv_connector": "KvferryConnector", "kv_role": "kv_producer",
+                           "kv_connector_extra_config": {"tls": {"insecure": 1}}}'
 
 vLLM makes one of these objects in its scheduler's process and one in each worker's. They pass vLLM's calls on to
 `kvferry.engines.vllm_sides`, which needs no vLLM. docs/vllm.md describes how to run it.

@@ -1,6 +1,4 @@
-"""vLLM's scheduler with the first token from the prefill side:
-
-    --scheduler-cls kvferry.engines.vllm_scheduler.FirstTokenScheduler
+"""vLLM's scheduler with the first token from the prefill side. `kvferry.engines.vllm_plugin` makes it the decode side's default.
 
 The prefill side samples a token after the prompt, and the connector receives it with the KV. vLLM's own scheduler would compute
 the prompt's last token again to sample it. This one sends the token to the client as soon as the KV is there, and continues with

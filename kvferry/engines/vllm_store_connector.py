@@ -1,7 +1,6 @@
 """A connector that adds kvferry's store below the host memory of vLLM's own KV offloading. vLLM loads it:
 
-    --kv-transfer-config '{"kv_connector": "KvferryStoreConnector",
-                           "kv_connector_module_path": "kvferry.engines.vllm_store_connector", "kv_role": "kv_both",
+    --kv-transfer-config '{"kv_connector": "KvferryStoreConnector", "kv_role": "kv_both",
                            "kv_connector_extra_config": {"storage.directory": "/srv/kv", "offload.host_memory": "8GiB"}}'
 
 vLLM decides which blocks are saved and loaded, and copies them to and from host memory. `StoreTier` is a secondary tier: it loads

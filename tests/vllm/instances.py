@@ -28,7 +28,6 @@ def connector(role: str, settings: Mapping[str, Any] | None = None, *, policy: s
     common: dict[str, Any] = {"tls": {"insecure": 1}, "heartbeat": {"interval_s": HEARTBEAT_S}, "limits": {"meet_timeout_s": 30}}
     return {
         "kv_connector": "KvferryConnector",
-        "kv_connector_module_path": "kvferry.engines.vllm_connector",
         "kv_role": role,
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": common | dict(settings or {}),

@@ -28,7 +28,6 @@ def store_connector(directory: Path, settings: Mapping[str, Any] | None = None) 
     common = {"storage.directory": str(directory), "offload.host_memory": "128MiB"}
     return {
         "kv_connector": "KvferryStoreConnector",
-        "kv_connector_module_path": "kvferry.engines.vllm_store_connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": common | dict(settings or {}),
     }
