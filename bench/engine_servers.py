@@ -25,7 +25,7 @@ from typing import Any, Final, Self
 import yaml
 
 from bench.engine_load import Load, send_load
-from kvferry.engines.vllm_plugin import CONNECTOR, SCHEDULER
+from kvferry.vllm_plugin import CONNECTOR, MODULES, SCHEDULER
 from node_runtime.loop_thread import THREAD
 
 HOST: Final = "127.0.0.1"
@@ -52,10 +52,7 @@ the time of vLLM's threads in the connector (`bench.timed_connector`)."""
 
 _SIDE_CHANNEL_VARIABLES: Final = ("VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
 _MOONCAKE_ENVIRONMENT: Final = {"MC_INTRANODE_NVLINK": "true"}  # CUDA IPC within a host, despite the name
-_SCHEDULERS: Final = {
-    VLLM_SCHEDULER: ("--scheduler-cls", "vllm.v1.core.sched.async_scheduler.AsyncScheduler"),
-    TIMED_CALLS: ("--scheduler-cls", SCHEDULER),  # kvferry's plugin does not know this connector
-}
+_TIMED_SCHEDULER: Final = ("--scheduler-cls", SCHEDULER)  # kvferry's plugin does not know the timed connector
 
 
 class ServerFailed(Exception):
@@ -305,7 +302,7 @@ class Setup:
                 tp_size=tp_size,
                 connector=configuration(role),
                 side_channel=side_channel_ports[side],
-                arguments=_SCHEDULERS.get(self.kind, ()) if side == "decode" else (),
+                arguments=_TIMED_SCHEDULER if self.kind == TIMED_CALLS and side == "decode" else (),
             )
             for side, role, tp_size in (
                 ("prefill", "kv_producer", self.serving.prefill_tp),
@@ -346,6 +343,8 @@ class Setup:
         elif self.kind == TIMED_CALLS:
             (folder := self._profile_folder / role).mkdir(parents=True, exist_ok=True)
             environment["CONNECTOR_PROFILE_DIR"] = str(folder)
+        elif self.kind == VLLM_SCHEDULER:
+            environment["VLLM_PLUGINS"] = ""
         self._start(role, command, ready_url=f"{url}/health", environment=environment)
         return url
 
@@ -400,9 +399,12 @@ def _kvferry(setup: str, kv_port: int) -> Callable[[str], dict[str, Any]]:
         own: dict[str, Any] = {"server": {"port": kv_port}}
         if role == "kv_consumer":
             own = {"peers": {"prefill_nodes": [f"{HOST}:{kv_port}"]}}
-        timed = {"kv_connector": "TimedConnector", "kv_connector_module_path": "bench.timed_connector"}
+        connectors = {
+            TIMED_CALLS: {"kv_connector": "TimedConnector", "kv_connector_module_path": "bench.timed_connector"},
+            VLLM_SCHEDULER: {"kv_connector": CONNECTOR, "kv_connector_module_path": MODULES[CONNECTOR]},  # without plugins
+        }
         return {
-            **(timed if setup.partition(":")[0] == TIMED_CALLS else {"kv_connector": CONNECTOR}),
+            **connectors.get(setup.partition(":")[0], {"kv_connector": CONNECTOR}),
             "kv_role": role,
             "kv_load_failure_policy": "fail",  # a recomputed prompt would count as a transferred one
             "kv_connector_extra_config": settings | own,

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with the first token from the prefill side. `kvferry.engines.vllm_plugin` makes it the decode side's default.
+"""vLLM's scheduler with the first token from the prefill side. `kvferry.vllm_plugin` makes it the decode side's default.
 
 The prefill side samples a token after the prompt, and the connector receives it with the KV. vLLM's own scheduler would compute
 the prompt's last token again to sample it. This one sends the token to the client as soon as the KV is there, and continues with
@@ -24,6 +24,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.engines.vllm_connector import KvferryConnector
+from kvferry.vllm_plugin import why_no_first_tokens
 from transfer.errors import ConfigError
 
 log = structlog.get_logger(__name__)
@@ -58,14 +59,8 @@ class FirstTokenScheduler(AsyncScheduler):
         """Return the reason for which the prefill side's tokens cannot be used; empty if they can."""
         if not isinstance(self.connector, KvferryConnector):
             return "the KV connector is not KvferryConnector (--kv-transfer-config)"
-        if not self.vllm_config.kv_transfer_config.is_kv_consumer:
-            return "kv_role is kv_producer, so no KV is received; only the decode side needs --scheduler-cls"
-        if not self.scheduler_config.async_scheduling:
-            return "asynchronous scheduling is off; enable it"
-        if not self.use_v2_model_runner:
-            return "vLLM uses model runner V1, which does not read tokens after the prompt of a new request"
-        if self.num_spec_tokens:
-            return "speculative decoding is on; its first draft needs the step that samples the first token"
+        if reason := why_no_first_tokens(self.vllm_config):
+            return reason
         if self.return_sampling_mask or self.aux_output_connector is not None:
             return "sampling masks or routed experts are returned; the prefill side does not send those of the first token"
         return ""

@@ -73,7 +73,7 @@ USED: Final[dict[str, tuple[str, ...]]] = {
     # Configuration
     "vllm.config:VllmConfig": (
         "model_config", "parallel_config", "cache_config", "scheduler_config", "compilation_config", "kv_transfer_config",
-        "lora_config", "speculative_config", "attention_config",
+        "lora_config", "speculative_config", "attention_config", "num_speculative_tokens", "use_v2_model_runner", "__post_init__",
     ),
     "vllm.config:ModelConfig": (
         "model", "dtype", "use_mla", "get_total_num_kv_heads", "get_layers_start_end_indices", "get_vocab_size", "max_model_len",
@@ -87,9 +87,12 @@ USED: Final[dict[str, tuple[str, ...]]] = {
         "data_parallel_size", "data_parallel_index", "data_parallel_rank_local", "local_engines_only",
     ),
     "vllm.config:CacheConfig": ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo"),
-    "vllm.config:SchedulerConfig": ("max_num_batched_tokens", "async_scheduling"),
+    "vllm.config:SchedulerConfig": ("max_num_batched_tokens", "async_scheduling", "scheduler_cls"),
     "vllm.config:CompilationConfig": ("static_forward_context",),
-    "vllm.config:KVTransferConfig": ("kv_role", "engine_id", "kv_connector_extra_config", "kv_load_failure_policy"),
+    "vllm.config:KVTransferConfig": (
+        "kv_role", "engine_id", "kv_connector_extra_config", "kv_load_failure_policy", "kv_connector", "kv_connector_module_path",
+        "is_kv_consumer", "__post_init__",
+    ),
     "vllm.config:LoRAConfig": ALL,
     "vllm.config:SpeculativeConfig": ("method", "draft_model_config", "parallel_drafting", "use_multi_module_mtp"),
     "vllm.config.attention:AttentionConfig": ("resolve_indexer_kv_dtype",),

@@ -140,7 +140,8 @@ FOREIGN: dict[str, tuple[str, tuple[str, ...]]] = {
 # Engines that load kvferry, each in a separate environment, and the files that may import them. They are not dependencies.
 HOSTS: dict[str, tuple[str, ...]] = {
     "sglang": ("kvferry/engines/sglang_*.py",),
-    "vllm": ("kvferry/engines/vllm_*.py",),
+    # The plugin is loaded in engines without kvferry, too, so it is outside of `kvferry.engines`, which changes gRPC's log.
+    "vllm": ("kvferry/engines/vllm_*.py", "kvferry/vllm_plugin.py"),
 }
 
 
