@@ -262,7 +262,7 @@ async def test_the_mooncake_proxy_sends_one_transfer_id_to_both_servers_at_once(
     params = [body["kv_transfer_params"] for body in sides.bodies]
     ids = [[one["transfer_id"] for one in params if one["do_remote_decode"] == is_prefill] for is_prefill in (True, False)]
     assert len(set(ids[0])) == 2 and sorted(ids[0]) == sorted(ids[1])
-    assert {one.get("remote_engine_id", "engine 7") for one in params} == {"engine 7"}
+    assert [one["remote_engine_id"] for one in params if one["do_remote_prefill"]] == ["engine 7"] * 2
     assert {body["max_tokens"] for body in sides.bodies if body["kv_transfer_params"]["do_remote_decode"]} == {1}
 
 
