@@ -13,7 +13,7 @@ import aiohttp
 
 from kvferry.router import sse
 from kvferry.router.api import JSON_TYPE, SSE_TYPE, Answer, Call, PassedOn
-from kvferry.router.kv_source import LearntSource
+from kvferry.router.kv_source import LearntSource, source_of
 from kvferry.router.openai_body import KV_FIELD, VllmBody, prefill_params
 from kvferry.router.servers import Server, ServerFailed
 
@@ -56,7 +56,9 @@ class HttpServer(Server):
     # Requests
 
     async def prefill(self, call: Call, transfer_id: str, *, is_sequential: bool) -> dict[str, Any] | None:
-        """Have the server compute the prompt. Return the `kv_transfer_params` of its answer, and learn the KV's source from them.
+        """Have the server compute the prompt. Return the `kv_transfer_params` for decode, and learn the KV's source.
+
+        They are those of the answer. If the server's connector was known as kvferry's before, decode may use the first token.
 
         Raises:
             PassedOn: The server rejected the request.
@@ -64,10 +66,13 @@ class HttpServer(Server):
         """
         assert isinstance(call.body, VllmBody)
         own = prefill_params(transfer_id, is_sequential=is_sequential)
-        content = call.body.prefill(own, is_sequential=is_sequential)
+        uses_first_token = self.learnt.source is not None
+        content = call.body.prefill(own, uses_first_token=uses_first_token)
         async with self._post(call.path, content, call.headers) as response:
             params = self._params_of(await self._wait_for(response.read()))
         self.learnt.learn(params)
+        if uses_first_token and params is not None and source_of(params) is not None:
+            return {**params, "use_first_token": True}
         return params
 
     def forget(self, *, is_stale: bool = False) -> None:

@@ -201,13 +201,15 @@ class VllmBody(Body):
     has_completion_limit: bool
     may_end_at_once: bool
 
-    def prefill(self, params: Mapping[str, Any], *, is_sequential: bool) -> bytes:
+    def prefill(self, params: Mapping[str, Any], *, uses_first_token: bool) -> bytes:
         """Return the body for the prefill server: the same prompt, one token, in one answer.
 
-        In the sequential flow, `min_tokens` is 1, because other connectors transfer no KV of a request that ended with an end
-        token. Otherwise, it is 0 if the client allows an empty answer, because the answer can begin with this token.
+        Args:
+            uses_first_token: The client's answer can begin with this token, so it may be an end token if the client allows an
+                empty answer. Otherwise `min_tokens` is 1, because other connectors transfer no KV of a request that ended with
+                an end token.
         """
-        min_tokens = 0 if self.may_end_at_once and not is_sequential else 1
+        min_tokens = 0 if self.may_end_at_once and uses_first_token else 1
         own: dict[str, Any] = {"max_tokens": 1, "min_tokens": min_tokens, "stream": False, "n": 1, KV_FIELD: params}
         if self.has_completion_limit:
             own["max_completion_tokens"] = 1

@@ -25,8 +25,7 @@ async def test_an_answer_is_the_decode_servers_own(is_stream: bool, is_chat: boo
         (decode,) = setup.decode
         assert len(decode.requests) == len(setup.prefill[0].requests) == 3
         keys = ["do_remote_decode", "do_remote_prefill", "remote_address", "remote_engine_id", "transfer_id"]
-        # The first request is sequential: the router does not know yet where the KV is.
-        others = keys if is_sequential else [*keys, "use_first_token"]
+        others = [*keys, "use_first_token"]  # the router did not know the connector at the first request
         assert [sorted(params) for params in decode.params] == [keys, others, others]
         sent = decode.requests[0]
         assert sent.pop("kv_transfer_params") and sent["stream"] is is_stream and sent["max_tokens"] == 16
@@ -74,8 +73,11 @@ async def test_prefill_is_asked_for_one_token_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("asked", "sent"), [({}, 0), ({"min_tokens": 0}, 0), ({"min_tokens": 9}, 1)])
-async def test_min_tokens_is_forced_only_if_the_first_token_is_not_used(asked: dict[str, Any], sent: int) -> None:
-    async with routing() as setup:
+@pytest.mark.parametrize("options", [{}, {"flow": SEQUENTIAL}])
+async def test_min_tokens_is_forced_only_if_the_first_token_is_not_used(
+    asked: dict[str, Any], sent: int, options: dict[str, Any]
+) -> None:
+    async with routing(**options) as setup:
         for _ in range(2):
             assert (await setup.client.chat(**asked)).status == 200
         first, second = setup.prefill[0].requests
@@ -120,6 +122,7 @@ async def test_another_connector_goes_sequentially_with_its_own_parameters() -> 
             "other_id": "x",
             "remote_engine_id": "engine-1",
         }
+        assert [sent["min_tokens"] for sent in setup.prefill[0].requests] == [1, 1, 1]
         assert await setup.client.metric("flows_total", flow="sequential") == 3
 
 

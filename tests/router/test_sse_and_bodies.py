@@ -150,7 +150,7 @@ def test_no_body_is_too_strange(value: object) -> None:
         assert prompt_tokens(COMPLETIONS, body) >= 1 and prompt_tokens(CHAT, body) >= 1
         why_decode_alone(body)
         sent = vllm_body(COMPLETIONS, body)
-        for_prefill, for_decode = json.loads(sent.prefill({"a": 1}, is_sequential=True)), json.loads(sent.decode({"b": 2}))
+        for_prefill, for_decode = json.loads(sent.prefill({"a": 1}, uses_first_token=False)), json.loads(sent.decode({"b": 2}))
         assert for_prefill["kept"] == value and for_prefill["max_tokens"] == for_prefill["n"] == 1
         assert for_prefill["kv_transfer_params"] == {"a": 1} and for_decode == {**body, "kv_transfer_params": {"b": 2}}
         assert json.loads(sent.decode(None)) == body
