@@ -6,8 +6,12 @@ vLLM's own command asks for the package `vllm`, and the build for CPUs has anoth
 from __future__ import annotations
 
 from vllm.entrypoints.cli.serve import run_headless
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+except ImportError:  # vLLM 0.32
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
 if __name__ == "__main__":
     args = make_arg_parser(FlexibleArgumentParser()).parse_args()
