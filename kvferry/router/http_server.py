@@ -58,7 +58,7 @@ class HttpServer(Server):
     async def prefill(self, call: Call, transfer_id: str, *, is_sequential: bool) -> dict[str, Any] | None:
         """Have the server compute the prompt. Return the `kv_transfer_params` for decode, and learn the KV's source.
 
-        They are those of the answer. If the server's connector was known as kvferry's before, decode may use the first token.
+        They are those of the answer. If an earlier answer came from kvferry's connector, `use_first_token` is added.
 
         Raises:
             PassedOn: The server rejected the request.

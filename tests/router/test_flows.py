@@ -25,7 +25,7 @@ async def test_an_answer_is_the_decode_servers_own(is_stream: bool, is_chat: boo
         (decode,) = setup.decode
         assert len(decode.requests) == len(setup.prefill[0].requests) == 3
         keys = ["do_remote_decode", "do_remote_prefill", "remote_address", "remote_engine_id", "transfer_id"]
-        others = [*keys, "use_first_token"]  # the router did not know the connector at the first request
+        others = [*keys, "use_first_token"]  # from the second request on, the router knows the connector
         assert [sorted(params) for params in decode.params] == [keys, others, others]
         sent = decode.requests[0]
         assert sent.pop("kv_transfer_params") and sent["stream"] is is_stream and sent["max_tokens"] == 16
