@@ -2,8 +2,8 @@
 
 The flow depends on how decode learns the source of the KV:
 
-- *sequential*, vLLM prefill servers: decode is called after prefill has answered, with the `kv_transfer_params` of that answer.
-  This works with any connector.
+- *sequential*, vLLM prefill servers: decode is called after prefill has answered, with the `kv_transfer_params` of that answer,
+  and with `use_first_token` if the connector was known as kvferry's. This works with any connector.
 - *concurrent*, vLLM prefill servers: both are called at once, decode with the parameters that prefill's answer would have. The
   router learns the source of the KV from the server's answers. So the first request goes there sequentially, and so does the
   first after a failure (docs/adr/0025-concurrent-prefill-and-decode.md).
@@ -91,7 +91,9 @@ class PairAttempt:
     @contextlib.asynccontextmanager
     async def _handed_over(self, prefill: Lease, server: HttpServer, source: KVSource | None) -> AsyncIterator[Answer]:
         """Open the answer of decode, once prefill has answered or, if the KV is expected at `source`, before."""
-        prefilling = asyncio.create_task(self._prefill(prefill, server, is_sequential=source is None))
+        # Read here, because a failure of another request can change it before the task begins.
+        is_known = server.learnt.source is not None
+        prefilling = asyncio.create_task(self._prefill(prefill, server, is_sequential=source is None, uses_first_token=is_known))
 
         def ended(task: asyncio.Task[Any]) -> None:
             self.ending.discard(task)
@@ -131,10 +133,14 @@ class PairAttempt:
         server.learnt.was_right()
         return answer
 
-    async def _prefill(self, lease: Lease, server: HttpServer, *, is_sequential: bool) -> dict[str, Any] | None:
+    async def _prefill(
+        self, lease: Lease, server: HttpServer, *, is_sequential: bool, uses_first_token: bool
+    ) -> dict[str, Any] | None:
         started_s = time.monotonic()
         try:
-            params = await server.prefill(self.call, self.transfer_id, is_sequential=is_sequential)
+            params = await server.prefill(
+                self.call, self.transfer_id, is_sequential=is_sequential, uses_first_token=uses_first_token
+            )
         except ServerFailed as failure:
             lease.failed(failure)
             raise

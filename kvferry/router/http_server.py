@@ -55,10 +55,13 @@ class HttpServer(Server):
 
     # Requests
 
-    async def prefill(self, call: Call, transfer_id: str, *, is_sequential: bool) -> dict[str, Any] | None:
+    async def prefill(
+        self, call: Call, transfer_id: str, *, is_sequential: bool, uses_first_token: bool
+    ) -> dict[str, Any] | None:
         """Have the server compute the prompt. Return the `kv_transfer_params` for decode, and learn the KV's source.
 
-        They are those of the answer. If an earlier answer came from kvferry's connector, `use_first_token` is added.
+        Args:
+            uses_first_token: Decode may use the first token. If kvferry's connector answers, `use_first_token` is returned, too.
 
         Raises:
             PassedOn: The server rejected the request.
@@ -66,7 +69,6 @@ class HttpServer(Server):
         """
         assert isinstance(call.body, VllmBody)
         own = prefill_params(transfer_id, is_sequential=is_sequential)
-        uses_first_token = self.learnt.source is not None
         content = call.body.prefill(own, uses_first_token=uses_first_token)
         async with self._post(call.path, content, call.headers) as response:
             params = self._params_of(await self._wait_for(response.read()))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 import structlog
 
+from kvferry.router.api import COMPLETIONS, Call
 from tests.router.conftest import PROMPT, SEQUENTIAL, WITHIN_S, routing, settled, until
 from tests.router.vllm_server import Kv, VllmServer
 
@@ -83,6 +85,29 @@ async def test_min_tokens_is_forced_only_if_the_first_token_is_not_used(
         first, second = setup.prefill[0].requests
         assert (first["min_tokens"], second["min_tokens"]) == (1, sent)
         assert [params.get("use_first_token", False) for params in setup.decode[0].params] == [False, True]
+
+
+async def test_both_servers_are_told_the_same_of_a_first_token_if_another_request_fails_meanwhile() -> None:
+    async with routing(learnt=True) as setup:
+        body = await setup.backend.read(COMPLETIONS, json.dumps({"model": "tiny", "prompt": PROMPT}).encode())
+        (server,) = setup.backend.prefill.servers
+        asyncio.get_running_loop().call_soon(server.forget)  # runs once the source is chosen, before prefill is called
+        async with setup.backend.answer(Call(path=COMPLETIONS, body=body, request_id="r")):
+            pass
+        assert setup.prefill[0].requests[-1]["min_tokens"] == 0
+        assert setup.decode[0].params[-1]["use_first_token"]
+
+
+@pytest.mark.parametrize("connector", ["other", None])
+async def test_a_prefill_server_that_comes_back_with_another_connector(connector: str | None) -> None:
+    async with routing(flow=SEQUENTIAL) as setup:
+        for _ in range(2):
+            assert (await setup.client.complete()).text == EXPECTED
+        setup.prefill[0].connector = connector
+        for _ in range(2):
+            assert (await setup.client.complete()).text == EXPECTED
+        assert [sent["min_tokens"] for sent in setup.prefill[0].requests] == [1, 0, 0, 1]
+        assert [(params or {}).get("use_first_token", False) for params in setup.decode[0].params] == [False, True, False, False]
 
 
 async def test_sequentially_decode_is_asked_once_prefill_has_answered() -> None:
