@@ -138,12 +138,12 @@ async def test_prefix_cache_hits_on_both_sides(
 
 
 async def test_preempted_requests_go_on(pair: Pair, prompts: Mapping[int, str], reference_server: Server) -> None:
-    """Decode has blocks for eight prompts, but not for their answers."""
+    """Decode has blocks for eight prompts, but not for their answers, which are long enough to overlap if prefill is slow."""
     asked = [prompts[130]] * 8
-    (wanted,) = await answers(reference_server.url, asked[:1], max_tokens=300)
+    (wanted,) = await answers(reference_server.url, asked[:1], max_tokens=450)
     (before,) = counted("num_preemptions", pair.decode)
     async with client(pair.router.url) as asking:
-        found = await asyncio.gather(*(answer(asking, prompt, max_tokens=300, extra=uncached()) for prompt in asked))
+        found = await asyncio.gather(*(answer(asking, prompt, max_tokens=450, extra=uncached()) for prompt in asked))
     assert found == [wanted] * 8
     assert counted("num_preemptions", pair.decode) > [before]
     assert_nothing_is_left(pair.prefill, pair.decode)
